@@ -1,0 +1,950 @@
+"""Soft Actor-Critic (SAC) for continuous actions, in plain eager PyTorch: the baseline of the pair.
+
+    python leanrl/sac_continuous_action.py                          # HalfCheetah-v5, 1 M steps
+    python leanrl/sac_continuous_action.py --env-id Pendulum-v1 --total-timesteps 10000 \\
+        --learning-starts 1000                                      # learns in minutes
+    python leanrl/sac_continuous_action.py --num-envs 4 --utd-ratio 0.5   # 2 updates per 4 steps
+    python leanrl/sac_continuous_action.py --help                   # every flag
+
+Algorithm 1 of Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", 2018
+(arXiv:1812.05905), with CleanRL's defaults: twin Q-networks and a tanh-squashed Gaussian policy,
+two hidden layers of 256 each, automatic temperature, one update per environment step on 256
+transitions, and on every second update two updates of the policy. The temperature step reuses the
+log-probabilities of the policy step. A truncated episode bootstraps, a terminated one does not. An
+update sees the transitions stored before the environment step that follows it.
+
+Its twin sac_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`, so
+`diff` shows what each trick costs in code.
+
+Shapes: N environments, B batch, O observation, A action. A run writes
+runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json.
+"""
+
+import copy
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tqdm
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    """name of this experiment, part of the run directory's name"""
+    seed: int = 1
+    """seed of the environments and of every random generator"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
+    cuda: bool = True
+    """train on CUDA where there is a device"""
+    track: bool = False
+    """also send the run to Weights & Biases"""
+    wandb_project_name: str = "leanRL"
+    """the wandb project"""
+    wandb_entity: str | None = None
+    """the wandb team"""
+    stopwatch: Literal["off", "time", "trace"] = "time"
+    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+
+    env_id: str = "HalfCheetah-v5"
+    """id of the Gymnasium environment"""
+    total_timesteps: int = 1_000_000
+    """environment steps of the whole run, over all environments"""
+    num_envs: int = 1
+    """environments stepped side by side"""
+    utd_ratio: float = 1.0
+    """update-to-data ratio: updates per environment step"""
+    buffer_size: int = 1_000_000
+    """capacity of the replay buffer, in transitions"""
+    gamma: float = 0.99
+    """discount factor"""
+    tau: float = 0.005
+    """share of the Q-networks that enters the target networks at each target update"""
+    batch_size: int = 256
+    """transitions per update"""
+    learning_starts: int = 5_000
+    """environment steps taken uniformly at random before the first update"""
+    policy_lr: float = 3e-4
+    """learning rate of the policy"""
+    q_lr: float = 1e-3
+    """learning rate of the Q-networks and of the temperature"""
+    policy_frequency: int = 2
+    """the policy is updated on every n-th update, n times (delayed, with compensation)"""
+    target_network_frequency: int = 1
+    """the target networks are updated on every n-th update"""
+    alpha: float = 0.2
+    """entropy temperature where it is not tuned"""
+    autotune: bool = True
+    """tune the temperature towards an entropy of minus the number of action dimensions"""
+
+
+# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+import re  # noqa: E402, F811
+import time  # noqa: E402, F811
+from bisect import bisect_right  # noqa: E402, F811
+from collections import Counter, defaultdict  # noqa: E402, F811
+from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
+
+import torch  # noqa: E402, F811
+
+STAGES = ("simulation", "inference", "replay", "backpropagation", "logging")
+GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
+TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
+
+
+class Stage:
+    """Self-time (seconds) and entries of one stage, kept by `with watch.stage(name): ...`."""
+
+    __slots__ = ("watch", "name", "seconds", "count", "gpu_ms", "begin", "parent")
+
+    def __init__(self, watch, name):
+        self.watch, self.name, self.parent = watch, name, None
+        self.seconds, self.count, self.gpu_ms = 0.0, 0, 0.0
+
+    def __enter__(self):
+        watch = self.watch
+        if self.parent is not None:
+            raise RuntimeError(f"stage {self.name!r} is open already")
+        if watch.marker is not None:
+            watch.mark(self)
+        begin = watch.clock()  # the last call, so that Ctrl-C cannot leave the rest half done
+        self.begin, self.parent, watch.current = begin, watch.current, self
+
+    def __exit__(self, kind, value, traceback):
+        watch, parent = self.watch, self.parent
+        watch.current, self.parent = parent, None  # first, so that Ctrl-C cannot prevent it
+        spent = watch.clock() - self.begin
+        self.seconds += spent
+        parent.seconds -= spent
+        self.count += 1
+        if watch.marks:
+            watch.mark()
+
+
+class Stopwatch:
+    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual.
+
+    `mode`: off, time or trace. The first tick with `env_steps` >= `warmup_steps` starts the steady
+    window; trace mode ends it `trace_after` iterations later and profiles `trace_iterations` more.
+    """
+
+    # what a stage looks up is faster in slots; the rest may lie in the dictionary
+    __slots__ = ("clock", "contexts", "current", "marker", "marks", "__dict__")
+
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=200, trace_iterations=20):
+        if mode not in ("off", "time", "trace"):
+            raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
+        self.device, self.mode = device, mode
+        self.on_gpu, self.clock = device.type == "cuda", time.perf_counter
+        self.synchronize = (lambda: torch.cuda.synchronize(device)) if self.on_gpu else lambda: None
+        self.sampling = self.on_gpu and mode != "off"
+        self.stages = {name: Stage(self, name) for name in (*STAGES, "untracked")}
+        self.contexts = {s: nullcontext() if mode == "off" else self.stages[s] for s in STAGES}
+        self.untracked = self.current = self.stages["untracked"]
+        self.marker, self.marks = None, []
+        self.cost = self._calibrate()
+        self.env_steps, self.iterations, self.steady = 0, 0, False
+        self.result, self.trace = None, None
+        self.course = self._course(warmup_steps, trace_after, trace_iterations)
+        self._open_window()
+        self.born = self.start
+
+    def stage(self, name):
+        """The context manager of one of STAGES; KeyError for any other name."""
+        try:
+            return self.contexts[name]
+        except KeyError:
+            raise KeyError(f"no stage {name!r}; the stages are {', '.join(STAGES)}") from None
+
+    def tick(self, env_steps):
+        """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
+        self.env_steps = env_steps
+        self.iterations += 1
+        self.ticked = self.clock()
+        next(self.course, None)
+
+    def steady_sps(self):
+        """Environment steps per second of the steady window so far; None before it has any."""
+        if self.result:
+            return self.result["sps_steady"]
+        steps = self.env_steps - self.first_step
+        return steps / (self.ticked - self.start) if self.steady and steps else None
+
+    def inclusive_sps(self):
+        """All environment steps / all seconds since construction."""
+        return self.env_steps / (self.clock() - self.born)
+
+    def report(self):
+        """Print the table; return the dict of stages.json (SI units, None where not measured)."""
+        self.course.close()  # gives up a trace window that is still open
+        self.marker = None
+        self._close_window()
+        run = {"wall_seconds": self.clock() - self.born, "sps_inclusive": self.inclusive_sps()}
+        report = {"schema": 1, "mode": self.mode, **run, **self.result, "trace": self.trace}
+        print(table(report))
+        return report
+
+    def _course(self, warmup_steps, trace_after, trace_iterations):
+        """The course of a run, one `yield` per tick."""
+        while self.env_steps < warmup_steps:
+            yield
+        self.steady = True
+        self._open_window()
+        while self.mode != "trace" or self.iterations - self.first_iteration < trace_after:
+            if self.sampling and self.iterations % GPU_SAMPLE_EVERY == 0:
+                self.marker = self._gpu_span
+                yield
+                self.marker = None
+                self.samples += 1
+                self._collect()
+            else:
+                yield
+        self._close_window()
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds[: 1 + self.on_gpu]) as profiler:
+            with torch.profiler.record_function("warm-up"):  # as slow as a first use is
+                yield  # this iteration pays for the profiler's buffers and does not count
+            self.synchronize()
+            first_step = self.env_steps
+            with self._annotation(self.untracked):
+                self.marker = self._annotation
+                for _ in range(trace_iterations):
+                    yield
+                self.marker = None
+                self.synchronize()
+        events = profiler.profiler.kineto_results.events()
+        untraced = self.result["window"]["seconds"] / max(trace_after, 1)
+        steps = self.env_steps - first_step
+        self.trace = reduce_trace(events, trace_iterations, steps, untraced)
+
+    def _open_window(self):
+        """Count anew: at construction and at the end of the warm-up."""
+        for stage in self.stages.values():
+            stage.seconds, stage.count, stage.gpu_ms = 0.0, 0, 0.0
+        self.own, self.samples, self.spans, self.nvml = 0.0, 0, [], []
+        self.first_step, self.first_iteration = self.env_steps, self.iterations
+        self.gpm = gpm(self.device) if self.sampling else None
+        self.synchronize()
+        self.start = self.ticked = self.asked = self.clock()
+
+    def _close_window(self):
+        """Settle, once, the steady window or (its warm-up never ended) the run so far."""
+        if self.result:
+            return
+        begin = self.clock()
+        self.synchronize()  # GPU work still queued belongs to the window
+        self.ticked += self.clock() - begin
+        self._collect()
+        wall, iterations = self.clock() - self.start, self.iterations - self.first_iteration
+        self.untracked.count = iterations  # as if a tick cost what a stage does: a little less
+        calls = sum(stage.count for stage in self.stages.values())
+        inside, outside = self.cost
+        self.untracked.seconds += wall - calls * outside  # the stages have subtracted theirs
+        overhead = self.own + calls * (inside + outside)
+        span = iterations / max(self.samples, 1) / 1e3
+        counts = {"env_steps": self.env_steps - self.first_step, "iterations": iterations}
+        peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
+        self.result = {
+            "sps_steady": self.steady_sps(),
+            "warmup_seconds": self.start - self.born if self.steady else None,
+            "overhead_pct": 100 * overhead / wall,
+            "window": {"steady": self.steady, "seconds": self.ticked - self.start, **counts},
+            "stages": {
+                stage.name: {
+                    "seconds": max(0.0, stage.seconds - stage.count * inside),
+                    "count": stage.count,
+                    "gpu_span_seconds": stage.gpu_ms * span if stage.gpu_ms else None,
+                }
+                for stage in self.stages.values()
+            },
+            "gpu": {
+                "nvml_util": sum(self.nvml) / len(self.nvml) if self.nvml else None,
+                "sm_util": gpm(self.device, self.gpm) if self.gpm else None,
+                "memory_peak_bytes": peak,
+            },
+        }
+        if self.mode == "off":
+            self.result |= {"overhead_pct": None, "stages": {}}
+
+    def _collect(self):
+        """Add up the CUDA event pairs that have completed, and ask NVML once a second."""
+        begin = self.clock()
+        while self.spans and self.spans[0][2].query():
+            stage, first, last = self.spans.pop(0)
+            stage.gpu_ms += first.elapsed_time(last)
+        if self.sampling and begin - self.asked > 1.0:
+            self.asked = begin
+            with suppress(Exception):  # nvidia-ml-py is optional
+                self.nvml.append(torch.cuda.utilization(self.device))
+        self._discount(begin)
+
+    @contextmanager
+    def _gpu_span(self, stage):
+        """CUDA events around a stage, unless a graph is being captured: it would contain them."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if not capturing:
+            first.record()
+        yield
+        if not capturing:
+            last.record()
+            self.spans.append((stage, first, last))
+
+    def mark(self, stage=None):
+        """Open what a sampled or traced iteration puts around a stage, or close the last."""
+        begin = self.clock()
+        if stage:
+            self.marks.append(self.marker(stage))
+            self.marks[-1].__enter__()
+        else:
+            self.marks.pop().__exit__(None, None, None)
+        self._discount(begin)
+
+    def _annotation(self, stage):
+        return torch.profiler.record_function(TRACE_PREFIX + stage.name)
+
+    def _discount(self, begin):
+        """Book the time since `begin` as the stopwatch's own instead of the current stage's."""
+        spent = self.clock() - begin
+        self.own += spent
+        self.current.seconds -= spent
+
+    def _calibrate(self):
+        """Seconds that an empty stage adds to itself and to its parent, the least of 5 trials."""
+        stage, trials = self.stages["simulation"], []
+        for _ in range(5):
+            stage.seconds, begin = 0.0, self.clock()
+            for _ in range(1000):
+                with self.stage("simulation"):
+                    pass
+            trials.append((self.clock() - begin, stage.seconds))
+        both, inside = min(trials)
+        return inside / 1000, (both - inside) / 1000
+
+
+def gpm(device, first=None):
+    """A sample of NVML's GPU performance monitor; after a `first`, percent of busy SMs since."""
+    with suppress(Exception):  # needs Hopper or newer, and nvidia-ml-py, which is optional
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        sample = nvml.nvmlGpmSampleGet(handle, nvml.nvmlGpmSampleAlloc())
+        if first is None:
+            return sample
+        query = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, first, sample)
+        query.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+        return nvml.nvmlGpmMetricsGet(query).metrics[0].value
+
+
+def activity(event):
+    """Kineto's word for what an event is, inferred on torch 2.11, which does not tell."""
+    if hasattr(event, "activity_type"):
+        return event.activity_type()
+    name, on_cpu = event.name(), event.device_type() == torch.autograd.DeviceType.CPU
+    if event.is_user_annotation():
+        return "user_annotation" if on_cpu else "gpu_user_annotation"
+    if name in ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource"):
+        return "overhead"
+    if on_cpu:
+        return "cuda_runtime" if re.match("cu(da)?[A-Z]", name) else "cpu_op"
+    return "gpu_memcpy" if name.startswith(("Memcpy", "Memset")) else "kernel"
+
+
+def outermost(calls):
+    """The calls (start, end, name, id, thread) that no other call on their thread contains."""
+    reach = defaultdict(int)
+    for call in sorted(calls, key=lambda call: (call[0], -call[1])):
+        if call[1] > reach[call[4]]:
+            reach[call[4]] = call[1]
+            yield call
+
+
+def reduce_trace(events, iterations, env_steps, untraced_seconds):
+    """Kineto events of a trace window -> "trace" of stages.json; `untraced_seconds` per iteration.
+
+    Annotations TRACE_PREFIX + stage tell the stages, the innermost of which owns the time, and,
+    from first to last, the window; a call belongs to the stage in which it starts, whatever its
+    thread. A stage's CPU parts add up to its self-time. Without CUDA events GPU fields are None.
+    """
+    calls = defaultdict(list)
+    for e in events:
+        call = e.start_ns(), e.start_ns() + e.duration_ns(), e.name(), e.correlation_id()
+        calls[activity(e)].append((*call, e.start_thread_id()))
+    gpu = calls["kernel"] + calls["gpu_memcpy"] + calls["gpu_memset"]
+    cuda = calls["cuda_runtime"] + calls["cuda_driver"]
+    api = list(outermost(cuda))
+
+    edges, cuts, owners, stack = [], [], [], ["untracked"]
+    for start, end, name, *_ in calls["user_annotation"]:
+        if name.startswith(TRACE_PREFIX):
+            edges += (start, 1, -end, name[len(TRACE_PREFIX) :]), (end, 0, 0, "")
+    for at, opens, _, name in sorted(edges):  # ends before starts, parents before children
+        stack.append(name) if opens else stack.pop()
+        cuts.append(at)
+        owners.append(stack[-1])
+    owners[-1] = None  # what comes after the window, like what comes before it
+
+    def owner(call):
+        i = bisect_right(cuts, call[0])
+        return owners[i - 1] if i else None
+
+    def cover(calls):  # nanoseconds of each stage that the union of the calls takes up
+        covered, reach = Counter(), cuts[0]
+        for start, end, *_ in sorted(calls):
+            start, end = max(start, reach), min(end, cuts[-1])
+            reach = max(reach, end)
+            while start < end:
+                i = bisect_right(cuts, start)
+                covered[owners[i - 1]] += min(end, cuts[i]) - start
+                start = cuts[i]
+        return covered
+
+    to_pageable = {c[3] for c in gpu if c[2].endswith("-> Pageable)")}  # such a copy blocks
+    waits = re.compile("Synchronize|Memcpy(?!.*Async)").search
+    layers = {
+        "overhead_s": calls["overhead"],
+        "cuda_wait_s": [c for c in api if c[3] in to_pageable or waits(c[2])],
+        "cuda_launch_s": api,
+        "backend_s": calls["cpu_op"],
+        "python_s": [(cuts[0], cuts[-1])],
+    }
+    fields, below, seen = {}, Counter(), []
+    for field, layer in layers.items():  # each has what it covers beyond the layers before it
+        seen = seen + layer
+        fields[field], below = cover(seen) - below, cover(seen)
+    fields["simulator_s"] = Counter(simulation=fields["python_s"].pop("simulation", 0))
+    launcher = {c[3]: owner(c) for c in cuda}  # all kernels of a graph replay share one id
+    launched = {s: [c for c in gpu if launcher.get(c[3]) == s] for s in (*STAGES, "untracked")}
+    fields["gpu_s"] = {s: sum(cover(work).values()) for s, work in launched.items()}
+    fields["gpu_overlap_s"] = cover(gpu)
+    fields["backend_calls"] = Counter(map(owner, outermost(calls["cpu_op"])))
+    fields["cuda_api_calls"] = Counter(map(owner, api))
+    fields["kernel_launches"] = Counter(owner(c) for c in api if re.search("Launch.*Kernel", c[2]))
+    fields["graph_replays"] = Counter(owner(c) for c in api if "GraphLaunch" in c[2])
+    fields["kernels"] = Counter(launcher.get(c[3]) for c in calls["kernel"])
+
+    def value(field, stage):
+        if not (api or gpu) and field.startswith(("cuda", "gpu", "kernel", "graph")):
+            return None
+        return fields[field][stage] / 1e9 if field.endswith("_s") else fields[field][stage]
+
+    wall, stolen = cuts[-1] - cuts[0], sum(fields["overhead_s"].values())
+    traced_seconds = (wall - stolen) / iterations / 1e9
+    return {
+        "iterations": iterations,
+        "env_steps": env_steps,
+        "seconds": wall / 1e9,
+        "inflation": traced_seconds / untraced_seconds if untraced_seconds else None,
+        "gpu_busy": sum(cover(gpu).values()) / wall if api or gpu else None,
+        "stages": {stage: {field: value(field, stage) for field in fields} for stage in launched},
+    }
+
+
+def table(report):
+    """`report` as aligned text of at most 80 columns, with - for what was not measured."""
+    window, gpu, trace, lines = report["window"], report["gpu"], report["trace"], []
+    on_gpu, steps = gpu["memory_peak_bytes"] is not None, max(window["env_steps"], 1)
+
+    def row(name, *cells, width=12):
+        cells = [f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells]
+        cells = ["-" if cell == "None" else cell for cell in cells]
+        lines.append(name.ljust(16) + "".join(cell.rjust(width) for cell in cells))
+
+    row("stopwatch: " + ("steady window" if window["steady"] else "whole run, still warming up"))
+    row("stage", "seconds", "share %", "us/step", "count", *["GPU span s"] * on_gpu)
+    stages = [(name, *stage.values()) for name, stage in report["stages"].items()]
+    total = sum(stage[1] for stage in stages)
+    for name, seconds, count, span in [*stages, ("total", total, None, None)]:
+        share = 100 * seconds / total if total else None
+        row(name, seconds, share, 1e6 * seconds / steps, count, *[span] * on_gpu)
+    row("steady steps/s", report["sps_steady"])
+    row("all steps/s", report["sps_inclusive"])
+    row("warm-up s", report["warmup_seconds"])
+    row("stopwatch %", report["overhead_pct"])
+    if on_gpu:
+        row("GPU nvml_util %", gpu["nvml_util"])
+        row("GPU sm_util %", gpu["sm_util"])
+        row("GPU peak bytes", gpu["memory_peak_bytes"])
+    if trace:
+        fields = {"python": "python_s", "simulat": "simulator_s", "backend": "backend_s"}
+        fields |= {"launch": "cuda_launch_s", "wait": "cuda_wait_s", "GPU": "gpu_s"}
+        fields |= {"ops": "backend_calls", "api": "cuda_api_calls"}
+        fields = {k: f for k, f in fields.items() if trace["stages"]["untracked"][f] is not None}
+        row("trace: us/step", *fields, width=8)
+        for name, stage in trace["stages"].items():
+            scaled = (stage[f] * (1e6 if f.endswith("_s") else 1.0) for f in fields.values())
+            row(name, *[value / max(trace["env_steps"], 1) for value in scaled], width=8)
+        row("trace inflation", trace["inflation"])
+        row("GPU busy share", trace["gpu_busy"])
+    elif report["mode"] == "trace":
+        row("no trace: the run ended before its trace window did")
+    return "\n".join(lines)
+
+
+# <<< stopwatch <<<
+
+
+def fail(message: str) -> None:
+    """Ends the program with a one-line error and exit status 2, as argument errors do."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args: Args) -> None:
+    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
+    for name in (
+        "total_timesteps",
+        "num_envs",
+        "utd_ratio",
+        "buffer_size",
+        "batch_size",
+        "policy_frequency",
+        "target_network_frequency",
+    ):
+        if getattr(args, name) <= 0:
+            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    if args.batch_size > args.learning_starts:
+        fail(f"--batch-size {args.batch_size} exceeds --learning-starts {args.learning_starts}")
+    if args.buffer_size < max(args.batch_size, args.num_envs):
+        fail(f"--buffer-size {args.buffer_size} is smaller than a batch or than --num-envs")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track needs wandb: pip install -r requirements/wandb.txt")
+
+
+def make_envs(env_id: str, num_envs: int) -> gym.vector.SyncVectorEnv:
+    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`)."""
+
+    def make_env() -> gym.Env:
+        return gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
+
+    try:
+        envs = gym.vector.SyncVectorEnv(
+            [make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
+        )
+    except (
+        gym.error.Error,
+        ImportError,
+    ) as error:  # unknown id, or a package such as MuJoCo is missing: says which
+        fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if not isinstance(action_space, gym.spaces.Box) or not action_space.is_bounded():
+        fail(f"SAC needs a bounded continuous action space; {env_id} has {action_space}")
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
+        fail(f"SAC with an MLP needs flat observations; {env_id} has {obs_space}")
+    return envs
+
+
+def run_config(args: Args, device: torch.device) -> dict:
+    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
+
+    def output(*command: str) -> str | None:
+        try:
+            return subprocess.check_output(
+                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
+            ).strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in cpuinfo.splitlines()
+        if line.startswith("model name")
+    ]
+    packages = ("torch", "tensordict", "gymnasium", "mujoco", "numpy")
+    cuda = device.type == "cuda"
+    return {
+        "args": asdict(args),
+        "command": " ".join(sys.argv),
+        "git_commit": output(
+            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+        ),
+        "cpu": {
+            "model": models[0] if models else None,
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "gpu_driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
+        "load_average": os.getloadavg(),
+        "python": sys.version.split()[0],
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in packages
+            if importlib.util.find_spec(name) is not None
+        },
+    }
+
+
+class QNetwork(nn.Module):
+    """State-action value Q(s, a)."""
+
+    def __init__(self, obs_dim: int, action_dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(obs_dim + action_dim, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc3 = nn.Linear(256, 1)
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """obs (B, O), actions (B, A) -> values (B,)."""
+        x = torch.cat([obs, actions], dim=-1)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x).squeeze(-1)
+
+
+class TwinQ(nn.Module):
+    """Two independent Q-networks behind one call (Fujimoto et al., 2018, arXiv:1802.09477)."""
+
+    def __init__(self, qf1: QNetwork, qf2: QNetwork):
+        super().__init__()
+        self.qfs = nn.ModuleList([qf1, qf2])
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """obs (B, O), actions (B, A) -> values (2, B)."""
+        return torch.stack([qf(obs, actions) for qf in self.qfs])
+
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+class Actor(nn.Module):
+    """Tanh-squashed Gaussian policy whose actions fill the box [low, high]."""
+
+    def __init__(self, obs_dim: int, action_space: gym.spaces.Box):
+        super().__init__()
+        action_dim = action_space.shape[0]
+        self.fc1 = nn.Linear(obs_dim, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc_mean = nn.Linear(256, action_dim)
+        self.fc_logstd = nn.Linear(256, action_dim)
+        low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
+        self.register_buffer("action_scale", ((high - low) / 2).float())
+        self.register_buffer("action_bias", ((high + low) / 2).float())
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """obs (B, O) -> mean (B, A) and log standard deviation (B, A) before squashing."""
+        x = F.relu(self.fc1(obs))
+        x = F.relu(self.fc2(x))
+        log_std = torch.tanh(self.fc_logstd(x))
+        return self.fc_mean(x), LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+
+    def sample(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reparameterized actions and their log-probabilities (paper, appendix C).
+
+        obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
+        log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.
+        """
+        mean, log_std = self(obs)
+        x = mean + log_std.exp() * noise
+        log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        log_jacobian = 2 * (math.log(2) - x - F.softplus(-2 * x)) + self.action_scale.log()
+        return torch.tanh(x) * self.action_scale + self.action_bias, (
+            log_normal - log_jacobian
+        ).sum(dim=-1)
+
+
+class Batch(NamedTuple):
+    """B transitions, float32. `terminated` is 1 at a real end; a truncated episode has 0."""
+
+    obs: torch.Tensor  # (B, O)
+    actions: torch.Tensor  # (B, A)
+    next_obs: torch.Tensor  # (B, O)
+    rewards: torch.Tensor  # (B,)
+    terminated: torch.Tensor  # (B,)
+
+
+class ReplayBuffer:
+    """Ring of the last `capacity` transitions on `device`: 4 (2 O + A + 2) bytes each."""
+
+    def __init__(
+        self,
+        capacity: int,
+        num_envs: int,
+        obs_dim: int,
+        action_dim: int,
+        batch_size: int,
+        device: torch.device,
+    ):
+        self.capacity = capacity // num_envs * num_envs  # so that N rows never wrap around
+        self.batch_size, self.device = batch_size, device
+        self.position, self.size = 0, 0
+        self.data = Batch(
+            *(
+                torch.empty(self.capacity, *shape, device=device)
+                for shape in ((obs_dim,), (action_dim,), (obs_dim,), (), ())
+            )
+        )
+
+    def add(self, *transitions: np.ndarray) -> None:
+        """Stores N transitions: arrays in the order of `Batch`, any float type."""
+        end = self.position + len(transitions[0])
+        for stored, new in zip(self.data, transitions, strict=True):
+            stored[self.position : end] = torch.as_tensor(new, dtype=torch.float32)
+        self.size = max(self.size, end)
+        self.position = end % self.capacity
+
+    def sample(self) -> Batch:
+        """B transitions drawn uniformly with replacement."""
+        index = torch.randint(self.size, (self.batch_size,), device=self.device)
+        return Batch(*(stored[index] for stored in self.data))
+
+
+def critic_loss(
+    qf: TwinQ,
+    qf_target: TwinQ,
+    actor: Actor,
+    log_alpha: torch.Tensor,
+    batch: Batch,
+    noise: torch.Tensor,
+    gamma: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Soft Bellman error of each Q-network (equations 3 and 5) -> losses (2,), values (2, B)."""
+    with torch.no_grad():
+        next_actions, next_log_probs = actor.sample(batch.next_obs, noise)
+        next_values = (
+            qf_target(batch.next_obs, next_actions).amin(dim=0) - log_alpha.exp() * next_log_probs
+        )  # (B,)
+        targets = batch.rewards + gamma * (1 - batch.terminated) * next_values
+    values = qf(batch.obs, batch.actions)
+    return (values - targets).square().mean(dim=1), values
+
+
+def actor_loss(
+    actor: Actor, qf: TwinQ, log_alpha: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distance of the policy to Q's Boltzmann policy (equation 9) -> loss (), log_probs (B,)."""
+    actions, log_probs = actor.sample(obs, noise)
+    return (log_alpha.exp().detach() * log_probs - qf(obs, actions).amin(dim=0)).mean(), log_probs
+
+
+def alpha_loss(
+    log_alpha: torch.Tensor, log_probs: torch.Tensor, target_entropy: float
+) -> torch.Tensor:
+    """Dual objective of the entropy constraint (equation 18) -> loss ()."""
+    return (-log_alpha.exp() * (log_probs.detach() + target_entropy)).mean()
+
+
+def gradient_step(
+    loss: torch.Tensor, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """A step of `optimizer`; backward computes the gradients of `parameters` and no others."""
+    optimizer.zero_grad()
+    loss.backward(inputs=parameters)
+    optimizer.step()
+
+
+CRITIC_METRICS = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
+ACTOR_METRICS = ("actor_loss", "alpha_loss", "alpha", "entropy")
+
+
+class SAC:
+    """Networks, optimizers and gradient steps, which return their metrics as one tensor."""
+
+    def __init__(
+        self, args: Args, obs_dim: int, action_space: gym.spaces.Box, device: torch.device
+    ):
+        action_dim = action_space.shape[0]
+        self.args, self.target_entropy = args, -float(action_dim)
+        self.actor = Actor(obs_dim, action_space).to(device)
+        self.qf = TwinQ(QNetwork(obs_dim, action_dim), QNetwork(obs_dim, action_dim)).to(device)
+        self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
+        self.log_alpha = nn.Parameter(
+            torch.full((1,), 0.0 if args.autotune else math.log(args.alpha), device=device)
+        )
+        self.actor_parameters = list(self.actor.parameters())
+        self.q_parameters = list(self.qf.parameters())
+        self.target_parameters = list(self.qf_target.parameters())
+        self.q_optimizer = torch.optim.Adam(self.q_parameters, lr=args.q_lr, fused=True)
+        self.actor_optimizer = torch.optim.Adam(
+            self.actor_parameters, lr=args.policy_lr, fused=True
+        )
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=args.q_lr, fused=True)
+
+    @torch.no_grad()
+    def act(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """obs (N, O), noise (N, A) -> actions (N, A)."""
+        return self.actor.sample(obs, noise)[0]
+
+    def update_critic(self, batch: Batch, noise: torch.Tensor) -> torch.Tensor:
+        """One step of both Q-networks -> CRITIC_METRICS (4,)."""
+        losses, values = critic_loss(
+            self.qf, self.qf_target, self.actor, self.log_alpha, batch, noise, self.args.gamma
+        )
+        gradient_step(losses.sum(), self.q_parameters, self.q_optimizer)
+        return torch.cat([losses, values.mean(dim=1)]).detach()
+
+    def update_actor(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """One step of the policy, then one of the temperature -> ACTOR_METRICS (4,)."""
+        loss, log_probs = actor_loss(self.actor, self.qf, self.log_alpha, obs, noise)
+        gradient_step(loss, self.actor_parameters, self.actor_optimizer)
+        temperature_loss = alpha_loss(self.log_alpha, log_probs, self.target_entropy)
+        alpha = self.log_alpha.exp()[0]
+        if self.args.autotune:
+            gradient_step(temperature_loss, [self.log_alpha], self.alpha_optimizer)
+        return torch.stack([loss, temperature_loss, alpha, -log_probs.mean()]).detach()
+
+    @torch.no_grad()
+    def update_target(self) -> None:
+        """Polyak averaging of the target networks."""
+        for target, parameter in zip(self.target_parameters, self.q_parameters, strict=True):
+            target.lerp_(parameter, self.args.tau)
+
+
+LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
+STEADY_AFTER = 100  # environment steps with updates, then compilation and capture are over
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    check_args(args)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    watch = Stopwatch(device, args.stopwatch, warmup_steps=args.learning_starts + STEADY_AFTER)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    envs = make_envs(args.env_id, args.num_envs)
+    envs.action_space.seed(args.seed)
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    agent = SAC(args, obs_dim, envs.single_action_space, device)
+    rb = ReplayBuffer(args.buffer_size, args.num_envs, obs_dim, action_dim, args.batch_size, device)
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        return agent.act(obs, torch.randn(args.num_envs, action_dim, device=device))
+
+    metrics = torch.zeros(len(CRITIC_METRICS + ACTOR_METRICS), device=device)
+
+    def update(batch: Batch, actor_due: bool, target_due: bool) -> None:
+        metrics[: len(CRITIC_METRICS)] = agent.update_critic(batch, torch.randn_like(batch.actions))
+        if actor_due:
+            for _ in range(args.policy_frequency):  # as often as the delay left it out
+                noise = torch.randn_like(batch.actions)
+                metrics[len(CRITIC_METRICS) :] = agent.update_actor(batch.obs, noise)
+        if target_due:
+            agent.update_target()
+
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path("runs", run_name.replace("/", "_"))
+    run_dir.mkdir(parents=True)
+    config = run_config(args, device)
+    (run_dir / "config.json").write_text(json.dumps(config, indent=2))
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=run_dir.name,
+            config=config,
+            sync_tensorboard=True,
+            save_code=True,
+        )
+    writer = SummaryWriter(run_dir)
+    bar = tqdm.tqdm(total=args.total_timesteps, unit="step")
+    global_step, num_updates, update_credit, next_log = 0, 0, 0.0, LOG_EVERY
+    episodic_return = math.nan
+    try:
+        obs, _ = envs.reset(seed=args.seed)
+        while global_step < args.total_timesteps:
+            # 1. Act: uniformly at random at first, then by the policy.
+            with watch.stage("inference"):
+                if global_step < args.learning_starts:
+                    actions = envs.action_space.sample()
+                else:
+                    obs_tensor = torch.as_tensor(obs, dtype=torch.float32)
+                    actions = policy(obs_tensor.to(device, non_blocking=True)).cpu().numpy()
+
+            # 2. Learn from what the replay buffer holds.
+            if global_step >= args.learning_starts:
+                update_credit += args.num_envs * args.utd_ratio
+            while update_credit >= 1:
+                update_credit -= 1
+                num_updates += 1
+                with watch.stage("replay"):
+                    batch = rb.sample()
+                with watch.stage("backpropagation"):
+                    update(
+                        batch,
+                        actor_due=num_updates % args.policy_frequency == 0,
+                        target_due=num_updates % args.target_network_frequency == 0,
+                    )
+
+            # 3. Step the environments.
+            with watch.stage("simulation"):
+                next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+
+            # 4. Store. Where an episode ended, next_obs is already the next episode's first.
+            with watch.stage("replay"):
+                last_obs = next_obs
+                if "final_obs" in infos:
+                    last_obs = next_obs.copy()
+                    for i in np.flatnonzero(infos["_final_obs"]):
+                        last_obs[i] = infos["final_obs"][i]
+                rb.add(obs, actions, last_obs, rewards, terminated)
+                obs = next_obs
+            global_step += args.num_envs
+
+            # 5. Log.
+            with watch.stage("logging"):
+                if "final_info" in infos:
+                    episode = infos["final_info"]["episode"]
+                    for i in np.flatnonzero(infos["_final_info"]):
+                        episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
+                        writer.add_scalar("charts/episodic_return", episodic_return, global_step)
+                        writer.add_scalar("charts/episodic_length", length, global_step)
+                if global_step >= next_log:
+                    next_log = global_step + LOG_EVERY
+                    sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                    writer.add_scalar("charts/SPS", sps, global_step)
+                    if steady_sps:
+                        writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
+                    if num_updates:
+                        names = CRITIC_METRICS + ACTOR_METRICS
+                        for name, value in zip(names, metrics.tolist(), strict=True):
+                            writer.add_scalar(f"losses/{name}", value, global_step)
+                    rate = f"{steady_sps or sps:,.0f} steps/s, return {episodic_return:.1f}"
+                    bar.set_postfix_str(rate, refresh=False)
+                    bar.update(global_step - bar.n)
+            watch.tick(global_step)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        bar.close()
+        envs.close()
+        report = watch.report()
+        if report["warmup_seconds"] is not None:
+            writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
+        writer.close()
+        (run_dir / "stages.json").write_text(json.dumps(report, indent=2))
+        print(f"run directory: {run_dir}")
+    return run_dir
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
