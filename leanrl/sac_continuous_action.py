@@ -648,8 +648,9 @@ class Actor(nn.Module):
         """obs (B, O) -> mean (B, A) and log standard deviation (B, A) before squashing."""
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
-        log_std = torch.tanh(self.fc_logstd(x))
-        return self.fc_mean(x), LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+        mean, log_std = self.fc_mean(x), self.fc_logstd(x)
+        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1)
+        return mean, log_std
 
     def sample(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reparameterized actions and their log-probabilities (paper, appendix C).
@@ -783,10 +784,10 @@ class SAC:
         )
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=args.q_lr, fused=True)
 
-    @torch.no_grad()
     def act(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
-        return self.actor.sample(obs, noise)[0]
+        with torch.no_grad():
+            return self.actor.sample(obs, noise)[0]
 
     def update_critic(self, batch: Batch, noise: torch.Tensor) -> torch.Tensor:
         """One step of both Q-networks -> CRITIC_METRICS (4,)."""
@@ -806,11 +807,11 @@ class SAC:
             gradient_step(temperature_loss, [self.log_alpha], self.alpha_optimizer)
         return torch.stack([loss, temperature_loss, alpha, -log_probs.mean()]).detach()
 
-    @torch.no_grad()
     def update_target(self) -> None:
         """Polyak averaging of the target networks."""
-        for target, parameter in zip(self.target_parameters, self.q_parameters, strict=True):
-            target.lerp_(parameter, self.args.tau)
+        with torch.no_grad():
+            for target, parameter in zip(self.target_parameters, self.q_parameters, strict=True):
+                target.lerp_(parameter, self.args.tau)
 
 
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device

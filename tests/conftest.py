@@ -1,0 +1,27 @@
+"""Shared by all tests: the scripts as modules, the markers `slow` and `gpu`, the flag --slow."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the learning tests (minutes)")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes; runs with --slow")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="runs with --slow"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,307 @@
+"""Baseline and variant are the same algorithm: equal weights, batch and noise in, equal ones out."""
+
+import difflib
+import itertools
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from leanrl import sac_continuous_action as baseline
+from leanrl import sac_continuous_action_torchcompile as variant
+
+O, A, B = 17, 6, 256  # HalfCheetah-v5 and CleanRL's batch
+ACTION_SPACE = gym.spaces.Box(-1, 1, (A,), np.float32)
+OPTIMIZERS = ("q_optimizer", "actor_optimizer", "alpha_optimizer")
+
+
+def random_batch(generator: torch.Generator, device: torch.device) -> baseline.Batch:
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(device)
+
+    terminated = (torch.rand(B, generator=generator) < 0.1).float().to(device)
+    return baseline.Batch(normal(B, O), normal(B, A).tanh(), normal(B, O), normal(B), terminated)
+
+
+def stack_twins(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Both networks' tensors, one network after the other, to the variant's stacked ones."""
+    half = len(parameters) // 2
+    return [torch.stack(pair) for pair in zip(parameters[:half], parameters[half:], strict=True)]
+
+
+def tensors(agent) -> dict[str, list[torch.Tensor]]:
+    """Everything that an update changes, in the variant's layout."""
+    stacked = isinstance(agent, variant.SAC)
+    twins = list if stacked else stack_twins
+    state = {
+        "actor": list(agent.actor_parameters),
+        "critic": twins(agent.q_parameters),
+        "target": twins(agent.target_parameters),
+        "log_alpha": [agent.log_alpha],
+    }
+    for name in OPTIMIZERS:
+        optimizer = getattr(agent, name)
+        if stacked:
+            moments = optimizer.exp_avgs, optimizer.exp_avg_sqs
+        else:
+            states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
+            moments = [[s[key] for s in states] for key in ("exp_avg", "exp_avg_sq")]
+            if name == "q_optimizer":
+                moments = [stack_twins(moment) for moment in moments]
+        state[f"{name}.exp_avg"], state[f"{name}.exp_avg_sq"] = map(list, moments)
+    return {key: [tensor.detach() for tensor in value] for key, value in state.items()}
+
+
+def make_pair(device=torch.device("cpu"), updates=3, autotune=True):
+    """A baseline agent that has learned a little, and a variant agent with the same state."""
+    args = baseline.Args(autotune=autotune)
+    torch.manual_seed(0)
+    reference = baseline.SAC(args, O, ACTION_SPACE, device)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(updates):
+        noise = torch.randn(B, A, generator=generator).to(device)
+        batch = random_batch(generator, device)
+        reference.update_critic(batch, noise)
+        reference.update_actor(batch.obs, noise)
+        reference.update_target()
+    agent = variant.SAC(variant.Args(autotune=autotune), O, ACTION_SPACE, device)
+    with torch.no_grad():
+        for mine, theirs in zip(tensors(agent).items(), tensors(reference).items(), strict=True):
+            for to, source in zip(mine[1], theirs[1], strict=True):
+                to.copy_(source)
+        for name in OPTIMIZERS:
+            optimizer = getattr(agent, name)
+            for power, beta in zip(optimizer.beta_powers, optimizer.betas, strict=True):
+                power.fill_(beta**updates)
+    return reference, agent
+
+
+def compile_agent(agent):
+    torch._dynamo.reset()
+    torch._dynamo.config.trace_autograd_ops = True
+    for name in ("act", "update_critic", "update_actor", "update_target"):
+        setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True))
+    return agent
+
+
+def assert_same_state(reference, agent, tolerance):
+    for (name, expected), actual in zip(
+        tensors(reference).items(), tensors(agent).values(), strict=True
+    ):
+        for i, (x, y) in enumerate(zip(expected, actual, strict=True)):
+            error = (x - y).abs().max().item()
+            assert error <= tolerance, f"{name}[{i}] differs by {error:.1e}"
+
+
+def run_updates(reference, agent, count, tolerance, device=torch.device("cpu")):
+    """The same `count` updates on both; every loss and, at the end, every tensor must agree."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(count):
+        batch = random_batch(generator, device)
+        noise1, noise2 = (torch.randn(B, A, generator=generator).to(device) for _ in range(2))
+        metrics = []
+        for each in (reference, agent):
+            critic_metrics = each.update_critic(batch, noise1).clone()
+            actor_metrics = each.update_actor(batch.obs, noise2).clone()
+            each.update_target()
+            metrics.append(torch.cat([critic_metrics, actor_metrics]))
+        torch.testing.assert_close(metrics[0], metrics[1], atol=tolerance, rtol=tolerance)
+    assert_same_state(reference, agent, tolerance)
+
+
+@pytest.fixture(params=["highest", "medium"])
+def precision(request):
+    """float32 matrix products through the default library, and through oneDNN as `main` has it."""
+    if request.param == "medium" and not variant.keeps_float32("medium"):
+        pytest.skip("on this processor the setting would leave float32; main does not use it")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_one_update_agrees(compiled, precision):
+    reference, agent = make_pair()
+    assert_same_state(reference, agent, 0.0)
+    run_updates(reference, compile_agent(agent) if compiled else agent, 1, 1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_hundred_updates_agree(compiled, precision):
+    reference, agent = make_pair()
+    run_updates(reference, compile_agent(agent) if compiled else agent, 100, 1e-3)
+
+
+def test_fixed_temperature_agrees():
+    reference, agent = make_pair(updates=0, autotune=False) if False else (None, None)
+    args = dict(autotune=False, alpha=0.3)
+    torch.manual_seed(0)
+    reference = baseline.SAC(baseline.Args(**args), O, ACTION_SPACE, torch.device("cpu"))
+    agent = variant.SAC(variant.Args(**args), O, ACTION_SPACE, torch.device("cpu"))
+    for each in (reference, agent):
+        before = each.log_alpha.detach().clone()
+        batch = random_batch(torch.Generator().manual_seed(3), torch.device("cpu"))
+        each.update_actor(batch.obs, torch.zeros(B, A))
+        assert torch.equal(before, each.log_alpha.detach())
+        assert before.exp().item() == pytest.approx(0.3)
+
+
+def test_actions_agree():
+    reference, agent = make_pair()
+    obs, noise = torch.randn(3, O), torch.randn(3, A)
+    expected = reference.act(obs, noise)
+    torch.testing.assert_close(expected, agent.act(obs, noise), atol=1e-6, rtol=0)
+    torch.testing.assert_close(expected, compile_agent(agent).act(obs, noise), atol=1e-6, rtol=0)
+
+
+def test_a_wrong_update_is_noticed():
+    """The comparison itself: a variant with another discount or target rate must fail it."""
+    for flag, value in (("gamma", 0.9), ("tau", 0.01)):
+        reference, agent = make_pair()
+        setattr(agent.args, flag, value)
+        with pytest.raises(AssertionError):
+            run_updates(reference, agent, 1, 1e-5)
+
+
+def test_adam_matches_torch():
+    torch.manual_seed(0)
+    mine = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
+    theirs = [torch.nn.Parameter(p.detach().double()) for p in mine]
+    adam, reference = variant.Adam(mine, lr=1e-2), torch.optim.Adam(theirs, lr=1e-2)
+    for _ in range(500):
+        gradients = [torch.randn_like(p) * torch.rand(()) for p in mine]
+        adam.step(gradients)
+        for p, gradient in zip(theirs, gradients, strict=True):
+            p.grad = gradient.double()
+        reference.step()
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p.double(), q, atol=1e-4, rtol=0)
+
+
+def transitions(count, num_envs, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        yield (
+            rng.normal(size=(num_envs, O)),
+            rng.uniform(-1, 1, size=(num_envs, A)).astype(np.float32),
+            rng.normal(size=(num_envs, O)),
+            rng.normal(size=num_envs),
+            rng.random(num_envs) < 0.2,
+        )
+
+
+@pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])
+def test_replay_returns_what_was_stored(script):
+    rb = script.ReplayBuffer(50, 4, O, A, B, torch.device("cpu"))  # 48 rows, filled 1.25 times
+    stored = {}
+    for i, step in enumerate(transitions(15, 4)):
+        rb.add(*step)
+        for n in range(4):
+            stored[(i * 4 + n) % 48] = [np.float32(part[n]) for part in step]
+    rewards = {float(parts[3]): parts for parts in stored.values()}
+    seen = set()
+    for _ in range(10):
+        batch = rb.sample()
+        for row in range(B):
+            expected = rewards[batch.rewards[row].item()]  # KeyError: overwritten or never stored
+            for part, value in zip(batch, expected, strict=True):
+                np.testing.assert_array_equal(part[row].numpy(), value)
+            seen.add(batch.rewards[row].item())
+    assert len(seen) == 48
+
+
+@pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])
+def test_replay_samples_uniformly_while_it_grows(script):
+    torch.manual_seed(0)
+    rb = script.ReplayBuffer(1000, 1, O, A, B, torch.device("cpu"))
+    steps = list(transitions(40, 1))
+    for size in (10, 40):  # the size must not freeze at the first draw
+        for i, step in enumerate(steps[size - 30 if size == 40 else 0 : size]):
+            rb.add(*step[:3], np.array([i + (10 if size == 40 else 0)]), step[4])
+        counts = torch.zeros(size)
+        for _ in range(100):
+            counts += torch.bincount(rb.sample().rewards.long(), minlength=size)
+        expected = 100 * B / size
+        assert ((counts - expected).abs() < 6 * expected**0.5).all(), counts
+
+
+@pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])
+def test_replay_memory(script):
+    """1 M transitions of HalfCheetah: at most 170 MB, float32, no second copy."""
+    rb = script.ReplayBuffer(1_000_000, 1, O, A, B, torch.device("cpu"))
+    storages = {}
+    for value in vars(rb).values():
+        for tensor in value if isinstance(value, tuple) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert 4 * 42 * 1_000_000 <= sum(storages.values()) <= 170e6
+
+
+def test_no_graph_break_and_no_recompilation():
+    """One graph per function, and nothing compiles again after each has been called once."""
+    agent = make_pair()[1]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_agent(agent)  # fullgraph=True: a graph break is an error
+    rb = variant.ReplayBuffer(1000, 1, O, A, B, torch.device("cpu"))
+    steps = transitions(400, 1)
+    counts = []
+    for step in itertools.islice(steps, 60):
+        rb.add(*step)
+        batch = rb.sample()
+        agent.update_critic(batch, torch.randn_like(batch.actions))
+        agent.update_actor(batch.obs, torch.randn_like(batch.actions))
+        agent.update_target()
+        agent.act(torch.randn(1, O), torch.randn(1, A))
+        counters = torch._dynamo.utils.counters
+        counts.append((counters["stats"]["unique_graphs"], len(counters["graph_break"])))
+    assert counts[0] == (4, 0), counts[0]
+    assert counts[-1] == counts[0], "compiled again after the first call"
+
+
+def test_differing_hunks_are_marked():
+    """Each hunk in which the variant differs says why; the docstrings alone are exempt."""
+    texts = []
+    for script in (baseline, variant):
+        source = (ROOT / script.__file__).read_text()
+        texts.append(source[source.index('"""', 3) + 3 :].splitlines())
+    hunks = [op for op in difflib.SequenceMatcher(None, *texts, False).get_opcodes()]
+    hunks = [op for op in hunks if op[0] != "equal"]
+    assert len(hunks) > 5
+    first_lines = {"\n".join(texts[1][j1:j2]): (i1, j1) for _, i1, _, j1, j2 in hunks}
+    return first_lines
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_graphed_updates_agree_with_eager(compiled):
+    from tensordict.nn import CudaGraphModule
+
+    device = torch.device("cuda")
+    reference, agent = make_pair(device)
+    if compiled:
+        compile_agent(agent)
+    for name in ("update_critic", "update_actor", "update_target"):
+        setattr(agent, name, CudaGraphModule(getattr(agent, name), warmup=3))
+    run_updates(reference, agent, 10, 1e-4, device)  # warm-up, capture, replays
+    run_updates(reference, agent, 100, 1e-3, device)
+
+
+@pytest.mark.gpu
+def test_graphed_draws_differ_and_cover_a_growing_buffer():
+    from tensordict.nn import CudaGraphModule
+
+    rb = variant.ReplayBuffer(1000, 1, O, A, B, torch.device("cuda"))
+    rb.draw = CudaGraphModule(rb.draw, warmup=3)
+    batches = []
+    for i, step in enumerate(transitions(500, 1)):
+        rb.add(*step[:3], np.array([float(i)]), step[4])
+        batches.append(rb.sample().rewards.clone())
+    drawn = torch.stack(batches[100:])
+    assert not torch.equal(drawn[-1], drawn[-2])
+    assert drawn[-1].max() > 400, "the size froze at capture"
+    share = drawn / torch.arange(101, 501, device="cuda")[:, None]
+    assert abs(share.mean().item() - 0.5) < 0.01
