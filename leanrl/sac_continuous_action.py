@@ -42,6 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tqdm
 import tyro
+from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -748,9 +749,7 @@ def alpha_loss(
     return (-log_alpha.exp() * (log_probs.detach() + target_entropy)).mean()
 
 
-def gradient_step(
-    loss: torch.Tensor, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
+def gradient_step(loss: torch.Tensor, parameters: list[nn.Parameter], optimizer: Adam) -> None:
     """A step of `optimizer`; backward computes the gradients of `parameters` and no others."""
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
@@ -778,11 +777,9 @@ class SAC:
         self.actor_parameters = list(self.actor.parameters())
         self.q_parameters = list(self.qf.parameters())
         self.target_parameters = list(self.qf_target.parameters())
-        self.q_optimizer = torch.optim.Adam(self.q_parameters, lr=args.q_lr, fused=True)
-        self.actor_optimizer = torch.optim.Adam(
-            self.actor_parameters, lr=args.policy_lr, fused=True
-        )
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=args.q_lr, fused=True)
+        self.q_optimizer = Adam(self.q_parameters, lr=args.q_lr, fused=True)
+        self.actor_optimizer = Adam(self.actor_parameters, lr=args.policy_lr, fused=True)
+        self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr, fused=True)
 
     def act(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""

@@ -11,7 +11,7 @@ is the same to the letter. Without a CUDA device --cudagraphs says so in one lin
 on. The first updates pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
 """
 
-# speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed buffers
+# speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import copy
 import importlib.metadata
 import importlib.util
@@ -720,7 +720,7 @@ class ReplayBuffer:
     def add(self, *transitions: np.ndarray) -> None:
         """Stores N transitions: arrays in the order of `Batch`, any float type."""
         end = self.position + len(transitions[0])
-        # speed: one copy, for which the CPU does not wait
+        # speed: one copy, for which the CPU does not wait: CUDA has read the rows when it returns
         columns = [np.reshape(new, (len(new), -1)) for new in transitions]
         np.concatenate(columns, axis=1, out=self.new_rows)
         new_rows = torch.from_numpy(self.new_rows)
@@ -775,9 +775,9 @@ def alpha_loss(
     return (-log_alpha.exp() * (log_probs.detach() + target_entropy)).mean()
 
 
+# speed: torch.optim.Adam breaks the graph; with this one a whole update compiles to one, fused with
+# its neighbours. The powers of beta are state: computed from a step count, each element pays a pow
 class Adam:
-    # speed: a whole update, Adam included, compiles to one graph without a break, which
-    # torch.optim.Adam does not; the powers of beta are state, not a pow per element
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, betas=(0.9, 0.999), eps=1e-8):
@@ -804,7 +804,7 @@ class Adam:
 
 def gradient_step(loss: torch.Tensor, parameters: list[nn.Parameter], optimizer: Adam) -> None:
     """A step of `optimizer`; backward computes the gradients of `parameters` and no others."""
-    # speed: gradients as values, not as .grad: nothing to zero, one traceable expression
+    # speed: gradients as values, not as .grad: nothing to zero, nothing the compiler cannot see
     optimizer.step(torch.autograd.grad(loss, parameters))
 
 
@@ -830,9 +830,9 @@ class SAC:
         self.q_parameters = list(self.qf.parameters())
         self.target_parameters = list(self.qf_target.parameters())
         # speed: the Adam above, which compiles and captures with the rest of an update
-        self.q_optimizer = Adam(self.q_parameters, args.q_lr)
-        self.actor_optimizer = Adam(self.actor_parameters, args.policy_lr)
-        self.alpha_optimizer = Adam([self.log_alpha], args.q_lr)
+        self.q_optimizer = Adam(self.q_parameters, lr=args.q_lr)
+        self.actor_optimizer = Adam(self.actor_parameters, lr=args.policy_lr)
+        self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr)
 
     def act(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
@@ -865,8 +865,8 @@ class SAC:
 
 
 def keeps_float32(precision: str) -> bool:
-    # speed: see where it is called
-    """Whether matrix products on this CPU stay float32-accurate at this precision setting."""
+    # speed: `main` lowers the setting only where this holds; with AMX, say, it does not
+    """Whether matrix products on this CPU keep float32's accuracy at this precision setting."""
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -910,13 +910,12 @@ def main(args: Args) -> Path:
         if target_due:
             agent.update_target()
 
-    # speed: everything is compiled and captured from here on; the loop below does not know. A graph
-    # of CudaGraphModule runs twice as it is, then records: every graph does so in its first steps
+    # speed: all compilation and capture is set up here; the loop below does not know of it. Each
+    # function compiles when it is first called, and a graph is captured on its third call
     if device.type == "cpu" and keeps_float32("medium"):
-        # lets oneDNN take the matrix products: as accurate, and faster than MKL on AMD processors
-        torch.set_float32_matmul_precision("medium")
+        torch.set_float32_matmul_precision("medium")  # oneDNN instead of MKL, slower on AMD
     if args.compile:
-        torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad inside of one graph
+        torch._dynamo.config.trace_autograd_ops = True  # so that an update is one graph
         agent.act = torch.compile(agent.act, fullgraph=True)
         agent.update_critic = torch.compile(agent.update_critic, fullgraph=True)
         agent.update_actor = torch.compile(agent.update_actor, fullgraph=True)
