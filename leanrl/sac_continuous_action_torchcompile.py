@@ -13,19 +13,20 @@ on. The first updates pay for compilation: seconds, reported as warm-up, fewer w
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import copy
-import importlib.metadata
 import importlib.util
 import itertools
 import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -547,10 +548,7 @@ def make_envs(env_id: str, num_envs: int) -> gym.vector.SyncVectorEnv:
         envs = gym.vector.SyncVectorEnv(
             [make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
         )
-    except (
-        gym.error.Error,
-        ImportError,
-    ) as error:  # unknown id, or a package such as MuJoCo is missing: says which
+    except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
         fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, gym.spaces.Box) or not action_space.is_bounded():
@@ -571,14 +569,13 @@ def run_config(args: Args, device: torch.device) -> dict:
         except (OSError, subprocess.CalledProcessError):
             return None
 
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in cpuinfo.splitlines()
-        if line.startswith("model name")
-    ]
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     packages = ("torch", "tensordict", "gymnasium", "mujoco", "numpy")
-    cuda = device.type == "cuda"
+    gpu, driver = None, None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "args": asdict(args),
         "command": " ".join(sys.argv),
@@ -586,21 +583,15 @@ def run_config(args: Args, device: torch.device) -> dict:
             "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
         ),
         "cpu": {
-            "model": models[0] if models else None,
+            "model": model[1] if model else None,
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
         },
-        "gpu": torch.cuda.get_device_name(device) if cuda else None,
-        "gpu_driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if cuda
-        else None,
+        "gpu": gpu,
+        "gpu_driver": driver,
         "load_average": os.getloadavg(),
         "python": sys.version.split()[0],
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in packages
-            if importlib.util.find_spec(name) is not None
-        },
+        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
     }
 
 
@@ -678,9 +669,8 @@ class Actor(nn.Module):
         x = mean + log_std.exp() * noise
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_jacobian = 2 * (math.log(2) - x - F.softplus(-2 * x)) + self.action_scale.log()
-        return torch.tanh(x) * self.action_scale + self.action_bias, (
-            log_normal - log_jacobian
-        ).sum(dim=-1)
+        actions = torch.tanh(x) * self.action_scale + self.action_bias
+        return actions, (log_normal - log_jacobian).sum(dim=-1)
 
 
 class Batch(NamedTuple):
@@ -735,6 +725,7 @@ class ReplayBuffer:
         return self.batch
 
     def draw(self) -> None:
+        """Refills `batch`."""
         # speed: random numbers below a size on the device; in float64 as uniform as randint's
         uniform = torch.rand(self.batch_size, dtype=torch.float64, device=self.device)
         torch.index_select(self.data, 0, (uniform * self.size).long(), out=self.rows)
@@ -752,9 +743,8 @@ def critic_loss(
     """Soft Bellman error of each Q-network (equations 3 and 5) -> losses (2,), values (2, B)."""
     with torch.no_grad():
         next_actions, next_log_probs = actor.sample(batch.next_obs, noise)
-        next_values = (
-            qf_target(batch.next_obs, next_actions).amin(dim=0) - log_alpha.exp() * next_log_probs
-        )  # (B,)
+        next_q = qf_target(batch.next_obs, next_actions).amin(dim=0)  # (B,)
+        next_values = next_q - log_alpha.exp() * next_log_probs
         targets = batch.rewards + gamma * (1 - batch.terminated) * next_values
     values = qf(batch.obs, batch.actions)
     return (values - targets).square().mean(dim=1), values
@@ -876,7 +866,7 @@ def keeps_float32(precision: str) -> bool:
 
 
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
-STEADY_AFTER = 100  # environment steps with updates, then compilation and capture are over
+STEADY_AFTER = 50  # policy updates come due, then compilation and capture are long over
 
 
 def main(args: Args) -> Path:
@@ -884,7 +874,8 @@ def main(args: Args) -> Path:
     check_args(args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    watch = Stopwatch(device, args.stopwatch, warmup_steps=args.learning_starts + STEADY_AFTER)
+    warmup_steps = args.learning_starts + int(STEADY_AFTER * args.policy_frequency / args.utd_ratio)
+    watch = Stopwatch(device, args.stopwatch, warmup_steps)
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -939,18 +930,21 @@ def main(args: Args) -> Path:
     if args.track:
         import wandb
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=run_dir.name,
-            config=config,
-            sync_tensorboard=True,
-            save_code=True,
-        )
+        try:
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                name=run_dir.name,
+                config=config,
+                sync_tensorboard=True,
+                save_code=True,
+            )
+        except wandb.Error as error:  # no network, no login: no reason to lose the run
+            print(f"warning: wandb does not track this run: {error}", file=sys.stderr)
     writer = SummaryWriter(run_dir)
     bar = tqdm.tqdm(total=args.total_timesteps, unit="step")
     global_step, num_updates, update_credit, next_log = 0, 0, 0.0, LOG_EVERY
-    episodic_return = math.nan
+    episodic_return = None
     try:
         obs, _ = envs.reset(seed=args.seed)
         while global_step < args.total_timesteps:
@@ -1010,8 +1004,10 @@ def main(args: Args) -> Path:
                         names = CRITIC_METRICS + ACTOR_METRICS
                         for name, value in zip(names, metrics.tolist(), strict=True):
                             writer.add_scalar(f"losses/{name}", value, global_step)
-                    rate = f"{steady_sps or sps:,.0f} steps/s, return {episodic_return:.1f}"
-                    bar.set_postfix_str(rate, refresh=False)
+                    shown = f"{steady_sps or sps:,.0f} steps/s"
+                    if episodic_return is not None:
+                        shown += f", return {episodic_return:,.1f}"
+                    bar.set_postfix_str(shown, refresh=False)
                     bar.update(global_step - bar.n)
             watch.tick(global_step)
     except KeyboardInterrupt:
