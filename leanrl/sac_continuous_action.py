@@ -101,32 +101,34 @@ class Args:
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 import re  # noqa: E402, F811
 import time  # noqa: E402, F811
-from bisect import bisect_right  # noqa: E402, F811
-from collections import Counter, defaultdict  # noqa: E402, F811
+from collections import Counter, namedtuple  # noqa: E402, F811
 from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
+from itertools import pairwise  # noqa: E402, F811
 
 import torch  # noqa: E402, F811
 
 STAGES = ("simulation", "inference", "replay", "backpropagation", "logging")
 GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
 TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
+# CPU time goes to the first of these fields that a moment belongs to
+CPU_FIELDS = ("cuda_wait_s", "cuda_launch_s", "backend_s", "python_s", "simulator_s")
+CALL_FIELDS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
+TRACE_FIELDS = (*CPU_FIELDS, "gpu_s", "gpu_overlap_s", *CALL_FIELDS)
 
 
 class Stage:
     """Self-time (seconds) and entries of one stage, kept by `with watch.stage(name): ...`."""
 
-    __slots__ = ("watch", "name", "seconds", "count", "gpu_ms", "begin", "parent")
+    __slots__ = ("watch", "name", "seconds", "count", "begin", "parent")
 
     def __init__(self, watch, name):
         self.watch, self.name, self.parent = watch, name, None
-        self.seconds, self.count, self.gpu_ms = 0.0, 0, 0.0
+        self.seconds, self.count = 0.0, 0
 
     def __enter__(self):
         watch = self.watch
         if self.parent is not None:
             raise RuntimeError(f"stage {self.name!r} is open already")
-        if watch.marker is not None:
-            watch.mark(self)
         begin = watch.clock()  # the last call, so that Ctrl-C cannot leave the rest half done
         self.begin, self.parent, watch.current = begin, watch.current, self
 
@@ -137,50 +139,41 @@ class Stage:
         self.seconds += spent
         parent.seconds -= spent
         self.count += 1
-        if watch.marks:
-            watch.mark()
 
 
 class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual.
+    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
 
-    `mode`: off, time or trace. The first tick with `env_steps` >= `warmup_steps` starts the steady
-    window; trace mode ends it `trace_after` iterations later and profiles `trace_iterations` more.
-    """
-
-    # what a stage looks up is faster in slots; the rest may lie in the dictionary
-    __slots__ = ("clock", "contexts", "current", "marker", "marks", "__dict__")
+    __slots__ = ("clock", "contexts", "current", "around", "__dict__")  # slots: looked up faster
 
     def __init__(self, device, mode="time", warmup_steps=0, trace_after=200, trace_iterations=20):
         if mode not in ("off", "time", "trace"):
             raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
-        self.device, self.mode = device, mode
-        self.on_gpu, self.clock = device.type == "cuda", time.perf_counter
-        self.synchronize = (lambda: torch.cuda.synchronize(device)) if self.on_gpu else lambda: None
+        self.device, self.mode, self.clock = device, mode, time.perf_counter
+        self.on_gpu = device.type == "cuda"
         self.sampling = self.on_gpu and mode != "off"
-        self.stages = {name: Stage(self, name) for name in (*STAGES, "untracked")}
-        self.contexts = {s: nullcontext() if mode == "off" else self.stages[s] for s in STAGES}
+        self.synchronize = (lambda: torch.cuda.synchronize(device)) if self.on_gpu else lambda: None
+        self.stages = self.contexts = {name: Stage(self, name) for name in (*STAGES, "untracked")}
         self.untracked = self.current = self.stages["untracked"]
-        self.marker, self.marks = None, []
+        self.own = Stage(self, "stopwatch")  # what samples cost, kept out of the other stages
+        self.around = None  # on a sampled or traced iteration: what to put around each stage
         self.cost = self._calibrate()
-        self.env_steps, self.iterations, self.steady = 0, 0, False
-        self.result, self.trace = None, None
+        if mode == "off":
+            self.stages, self.contexts = {}, dict.fromkeys(STAGES, nullcontext())
+        self.env_steps, self.steady, self.result, self.trace = 0, False, None, None
         self.course = self._course(warmup_steps, trace_after, trace_iterations)
         self._open_window()
         self.born = self.start
 
     def stage(self, name):
         """The context manager of one of STAGES; KeyError for any other name."""
-        try:
-            return self.contexts[name]
-        except KeyError:
-            raise KeyError(f"no stage {name!r}; the stages are {', '.join(STAGES)}") from None
+        stage = self.contexts[name]
+        return self.around(stage) if self.around else stage
 
     def tick(self, env_steps):
         """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
-        self.env_steps = env_steps
+        self.env_steps, self.ticked = env_steps, self.clock()
         self.iterations += 1
-        self.ticked = self.clock()
         next(self.course, None)
 
     def steady_sps(self):
@@ -197,8 +190,7 @@ class Stopwatch:
     def report(self):
         """Print the table; return the dict of stages.json (SI units, None where not measured)."""
         self.course.close()  # gives up a trace window that is still open
-        self.marker = None
-        self._close_window()
+        self.result = self.result or self._close_window()
         run = {"wall_seconds": self.clock() - self.born, "sps_inclusive": self.inclusive_sps()}
         report = {"schema": 1, "mode": self.mode, **run, **self.result, "trace": self.trace}
         print(table(report))
@@ -210,124 +202,84 @@ class Stopwatch:
             yield
         self.steady = True
         self._open_window()
-        while self.mode != "trace" or self.iterations - self.first_iteration < trace_after:
-            if self.sampling and self.iterations % GPU_SAMPLE_EVERY == 0:
-                self.marker = self._gpu_span
-                yield
-                self.marker = None
+        while self.mode != "trace" or self.iterations < trace_after:
+            due = self.iterations % GPU_SAMPLE_EVERY == 0 and len(self.spans) < 10_000
+            self.around = self._between_events if due and self.sampling else None
+            yield
+            if self.around:
                 self.samples += 1
-                self._collect()
-            else:
-                yield
-        self._close_window()
-        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=kinds[: 1 + self.on_gpu]) as profiler:
-            with torch.profiler.record_function("warm-up"):  # as slow as a first use is
-                yield  # this iteration pays for the profiler's buffers and does not count
+                if self.ticked - self.asked > 1:  # NVML takes its time
+                    self.asked = self.ticked
+                    with self.own, suppress(Exception):  # nvidia-ml-py is optional
+                        self.nvml.append(torch.cuda.utilization(self.device))
+        self.result = self._close_window()
+        with torch.profiler.profile() as profiler:
+            yield  # this iteration pays for the profiler's buffers and does not count
             self.synchronize()
-            first_step = self.env_steps
-            with self._annotation(self.untracked):
-                self.marker = self._annotation
+            first_step, self.around = self.env_steps, self._annotated
+            with torch.profiler.record_function(TRACE_PREFIX + "untracked"):
                 for _ in range(trace_iterations):
                     yield
-                self.marker = None
                 self.synchronize()
-        events = profiler.profiler.kineto_results.events()
-        untraced = self.result["window"]["seconds"] / max(trace_after, 1)
-        steps = self.env_steps - first_step
+            self.around = None
+        events, steps = profiler.profiler.kineto_results.events(), self.env_steps - first_step
+        untraced = self.result["window"]["seconds"] / trace_after
         self.trace = reduce_trace(events, trace_iterations, steps, untraced)
 
     def _open_window(self):
         """Count anew: at construction and at the end of the warm-up."""
-        for stage in self.stages.values():
-            stage.seconds, stage.count, stage.gpu_ms = 0.0, 0, 0.0
-        self.own, self.samples, self.spans, self.nvml = 0.0, 0, [], []
-        self.first_step, self.first_iteration = self.env_steps, self.iterations
+        for stage in (*self.stages.values(), self.own):
+            stage.seconds, stage.count = 0.0, 0
+        self.samples, self.spans, self.nvml = 0, [], []
+        self.first_step, self.iterations = self.env_steps, 0
         self.gpm = gpm(self.device) if self.sampling else None
         self.synchronize()
         self.start = self.ticked = self.asked = self.clock()
 
     def _close_window(self):
-        """Settle, once, the steady window or (its warm-up never ended) the run so far."""
-        if self.result:
-            return
-        begin = self.clock()
+        """What report() tells of the steady window or, if the warm-up did not end, of the run."""
+        begin, self.around = self.clock(), None
         self.synchronize()  # GPU work still queued belongs to the window
         self.ticked += self.clock() - begin
-        self._collect()
-        wall, iterations = self.clock() - self.start, self.iterations - self.first_iteration
-        self.untracked.count = iterations  # as if a tick cost what a stage does: a little less
+        seconds, (inside, outside) = self.ticked - self.start, self.cost
+        self.untracked.count = self.iterations  # as if a tick cost what a stage does: a bit less
         calls = sum(stage.count for stage in self.stages.values())
-        inside, outside = self.cost
-        self.untracked.seconds += wall - calls * outside  # the stages have subtracted theirs
-        overhead = self.own + calls * (inside + outside)
-        span = iterations / max(self.samples, 1) / 1e3
-        counts = {"env_steps": self.env_steps - self.first_step, "iterations": iterations}
+        self.untracked.seconds += seconds - calls * outside  # the stages have subtracted theirs
+        overhead = self.own.seconds + calls * (inside + outside)
+        spans, stages = Counter(), {}
+        for name, first, last in self.spans:
+            spans[name] += first.elapsed_time(last) / 1e3 * self.iterations / max(self.samples, 1)
+        for name, stage in self.stages.items():
+            own, span = max(0.0, stage.seconds - stage.count * inside), spans.get(name)
+            stages[name] = {"seconds": own, "count": stage.count, "gpu_span_seconds": span}
+        window = {"steady": self.steady, "seconds": seconds, "iterations": self.iterations}
+        gpu = {"nvml_util": sum(self.nvml) / len(self.nvml) if self.nvml else None}
+        gpu["sm_util"] = gpm(self.device, self.gpm) if self.gpm else None
         peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
-        self.result = {
+        return {
             "sps_steady": self.steady_sps(),
             "warmup_seconds": self.start - self.born if self.steady else None,
-            "overhead_pct": 100 * overhead / wall,
-            "window": {"steady": self.steady, "seconds": self.ticked - self.start, **counts},
-            "stages": {
-                stage.name: {
-                    "seconds": max(0.0, stage.seconds - stage.count * inside),
-                    "count": stage.count,
-                    "gpu_span_seconds": stage.gpu_ms * span if stage.gpu_ms else None,
-                }
-                for stage in self.stages.values()
-            },
-            "gpu": {
-                "nvml_util": sum(self.nvml) / len(self.nvml) if self.nvml else None,
-                "sm_util": gpm(self.device, self.gpm) if self.gpm else None,
-                "memory_peak_bytes": peak,
-            },
+            "overhead_pct": 100 * overhead / seconds if seconds else None,
+            "window": window | {"env_steps": self.env_steps - self.first_step},
+            "stages": stages,
+            "gpu": gpu | {"memory_peak_bytes": peak},
         }
-        if self.mode == "off":
-            self.result |= {"overhead_pct": None, "stages": {}}
-
-    def _collect(self):
-        """Add up the CUDA event pairs that have completed, and ask NVML once a second."""
-        begin = self.clock()
-        while self.spans and self.spans[0][2].query():
-            stage, first, last = self.spans.pop(0)
-            stage.gpu_ms += first.elapsed_time(last)
-        if self.sampling and begin - self.asked > 1.0:
-            self.asked = begin
-            with suppress(Exception):  # nvidia-ml-py is optional
-                self.nvml.append(torch.cuda.utilization(self.device))
-        self._discount(begin)
 
     @contextmanager
-    def _gpu_span(self, stage):
-        """CUDA events around a stage, unless a graph is being captured: it would contain them."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if not capturing:
+    def _between_events(self, stage):
+        with self.own:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
-        yield
-        if not capturing:
+        with stage:
+            yield
+        with self.own:
             last.record()
-            self.spans.append((stage, first, last))
+            self.spans.append((stage.name, first, last))
 
-    def mark(self, stage=None):
-        """Open what a sampled or traced iteration puts around a stage, or close the last."""
-        begin = self.clock()
-        if stage:
-            self.marks.append(self.marker(stage))
-            self.marks[-1].__enter__()
-        else:
-            self.marks.pop().__exit__(None, None, None)
-        self._discount(begin)
-
-    def _annotation(self, stage):
-        return torch.profiler.record_function(TRACE_PREFIX + stage.name)
-
-    def _discount(self, begin):
-        """Book the time since `begin` as the stopwatch's own instead of the current stage's."""
-        spent = self.clock() - begin
-        self.own += spent
-        self.current.seconds -= spent
+    @contextmanager
+    def _annotated(self, stage):
+        with torch.profiler.record_function(TRACE_PREFIX + stage.name), stage:
+            yield
 
     def _calibrate(self):
         """Seconds that an empty stage adds to itself and to its parent, the least of 5 trials."""
@@ -348,9 +300,9 @@ def gpm(device, first=None):
         import pynvml as nvml
 
         nvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        sample = nvml.nvmlGpmSampleGet(handle, nvml.nvmlGpmSampleAlloc())
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        alloc = nvml.nvmlGpmSampleAlloc()
+        sample = nvml.nvmlGpmSampleGet(nvml.nvmlDeviceGetHandleByUUID(gpu), alloc)
         if first is None:
             return sample
         query = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, first, sample)
@@ -358,148 +310,121 @@ def gpm(device, first=None):
         return nvml.nvmlGpmMetricsGet(query).metrics[0].value
 
 
-def activity(event):
-    """Kineto's word for what an event is, inferred on torch 2.11, which does not tell."""
-    if hasattr(event, "activity_type"):
-        return event.activity_type()
+def layer(event):
+    """The seconds in TRACE_FIELDS that a Kineto event adds to, or "stage", "overhead" or None."""
     name, on_cpu = event.name(), event.device_type() == torch.autograd.DeviceType.CPU
     if event.is_user_annotation():
-        return "user_annotation" if on_cpu else "gpu_user_annotation"
-    if name in ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource"):
+        return "stage" if on_cpu and name.startswith(TRACE_PREFIX) else None
+    known = event.activity_type() if hasattr(event, "activity_type") else None  # since torch 2.12
+    names = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
+    if known == "overhead" or name in names:
         return "overhead"
-    if on_cpu:
-        return "cuda_runtime" if re.match("cu(da)?[A-Z]", name) else "cpu_op"
-    return "gpu_memcpy" if name.startswith(("Memcpy", "Memset")) else "kernel"
-
-
-def outermost(calls):
-    """The calls (start, end, name, id, thread) that no other call on their thread contains."""
-    reach = defaultdict(int)
-    for call in sorted(calls, key=lambda call: (call[0], -call[1])):
-        if call[1] > reach[call[4]]:
-            reach[call[4]] = call[1]
-            yield call
+    if on_cpu and re.match("cu(da)?[A-Z]", name):
+        waits = re.search("Synchronize|Memcpy(?!.*Async)", name)
+        return "cuda_wait_s" if waits else "cuda_launch_s"
+    return "backend_s" if on_cpu else "gpu_s"
 
 
 def reduce_trace(events, iterations, env_steps, untraced_seconds):
     """Kineto events of a trace window -> "trace" of stages.json; `untraced_seconds` per iteration.
 
-    Annotations TRACE_PREFIX + stage tell the stages, the innermost of which owns the time, and,
-    from first to last, the window; a call belongs to the stage in which it starts, whatever its
-    thread. A stage's CPU parts add up to its self-time. Without CUDA events GPU fields are None.
+    One sweep over time: the innermost stage, by its annotation, owns the moment and the calls that
+    start in it, on whatever thread. The annotation "untracked" is the window.
     """
-    calls = defaultdict(list)
+    Call = namedtuple("Call", "layer name id thread")
+    to_pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
+    edges = []
     for e in events:
-        call = e.start_ns(), e.start_ns() + e.duration_ns(), e.name(), e.correlation_id()
-        calls[activity(e)].append((*call, e.start_thread_id()))
-    gpu = calls["kernel"] + calls["gpu_memcpy"] + calls["gpu_memset"]
-    cuda = calls["cuda_runtime"] + calls["cuda_driver"]
-    api = list(outermost(cuda))
+        kind, start, end = layer(e), e.start_ns(), e.start_ns() + max(1, e.duration_ns())
+        if kind == "cuda_launch_s" and e.correlation_id() in to_pageable:
+            kind = "cuda_wait_s"  # such a copy blocks
+        call = Call(kind, e.name(), e.correlation_id(), e.start_thread_id())
+        if kind:
+            edges += (start, 1, -end, call), (end, 0, 0, call)  # sorts ends first, then parents
 
-    edges, cuts, owners, stack = [], [], [], ["untracked"]
-    for start, end, name, *_ in calls["user_annotation"]:
-        if name.startswith(TRACE_PREFIX):
-            edges += (start, 1, -end, name[len(TRACE_PREFIX) :]), (end, 0, 0, "")
-    for at, opens, _, name in sorted(edges):  # ends before starts, parents before children
-        stack.append(name) if opens else stack.pop()
-        cuts.append(at)
-        owners.append(stack[-1])
-    owners[-1] = None  # what comes after the window, like what comes before it
+    stages = {name: Counter() for name in (*STAGES, "untracked", None)}  # None: out of the window
+    stack, running, launcher, kernels = [None], [], {}, []
+    for (at, opens, _, call), (until, *_) in pairwise(sorted(edges)):
+        if call.layer == "stage":
+            stack.append(call.name[len(TRACE_PREFIX) :]) if opens else stack.pop()
+        elif not opens:
+            running.remove(call)
+        else:
+            stage, family = stages[stack[-1]], call.layer[:4]  # waits and launches are both "cuda"
+            outermost = (call.thread, family) not in [(c.thread, c.layer[:4]) for c in running]
+            if family == "cuda":
+                launcher[call.id] = stack[-1]  # all kernels of a graph replay share its id
+            if family == "cuda" and outermost:
+                stage["cuda_api_calls"] += 1
+                stage["kernel_launches"] += re.search("Launch.*Kernel", call.name) is not None
+                stage["graph_replays"] += "GraphLaunch" in call.name
+            elif call.layer == "backend_s" and outermost:
+                stage["backend_calls"] += 1
+            elif call.layer == "gpu_s" and not call.name.startswith(("Memcpy", "Memset")):
+                kernels.append(call.id)
+            running.append(call)
+        if stack[-1]:
+            stage, layers = stages[stack[-1]], {call.layer for call in running}
+            span = (until - at) / 1e9
+            rest = "simulator_s" if stack[-1] == "simulation" else "python_s"
+            stage[next((f for f in ("overhead", *CPU_FIELDS) if f in layers), rest)] += span
+            stage["gpu_overlap_s"] += span * ("gpu_s" in layers)
+            for name in {launcher.get(call.id) for call in running if call.layer == "gpu_s"}:
+                stages[name]["gpu_s"] += span
+    for kernel in kernels:
+        stages[launcher.get(kernel)]["kernels"] += 1
 
-    def owner(call):
-        i = bisect_right(cuts, call[0])
-        return owners[i - 1] if i else None
-
-    def cover(calls):  # nanoseconds of each stage that the union of the calls takes up
-        covered, reach = Counter(), cuts[0]
-        for start, end, *_ in sorted(calls):
-            start, end = max(start, reach), min(end, cuts[-1])
-            reach = max(reach, end)
-            while start < end:
-                i = bisect_right(cuts, start)
-                covered[owners[i - 1]] += min(end, cuts[i]) - start
-                start = cuts[i]
-        return covered
-
-    to_pageable = {c[3] for c in gpu if c[2].endswith("-> Pageable)")}  # such a copy blocks
-    waits = re.compile("Synchronize|Memcpy(?!.*Async)").search
-    layers = {
-        "overhead_s": calls["overhead"],
-        "cuda_wait_s": [c for c in api if c[3] in to_pageable or waits(c[2])],
-        "cuda_launch_s": api,
-        "backend_s": calls["cpu_op"],
-        "python_s": [(cuts[0], cuts[-1])],
-    }
-    fields, below, seen = {}, Counter(), []
-    for field, layer in layers.items():  # each has what it covers beyond the layers before it
-        seen = seen + layer
-        fields[field], below = cover(seen) - below, cover(seen)
-    fields["simulator_s"] = Counter(simulation=fields["python_s"].pop("simulation", 0))
-    launcher = {c[3]: owner(c) for c in cuda}  # all kernels of a graph replay share one id
-    launched = {s: [c for c in gpu if launcher.get(c[3]) == s] for s in (*STAGES, "untracked")}
-    fields["gpu_s"] = {s: sum(cover(work).values()) for s, work in launched.items()}
-    fields["gpu_overlap_s"] = cover(gpu)
-    fields["backend_calls"] = Counter(map(owner, outermost(calls["cpu_op"])))
-    fields["cuda_api_calls"] = Counter(map(owner, api))
-    fields["kernel_launches"] = Counter(owner(c) for c in api if re.search("Launch.*Kernel", c[2]))
-    fields["graph_replays"] = Counter(owner(c) for c in api if "GraphLaunch" in c[2])
-    fields["kernels"] = Counter(launcher.get(c[3]) for c in calls["kernel"])
-
-    def value(field, stage):
-        if not (api or gpu) and field.startswith(("cuda", "gpu", "kernel", "graph")):
-            return None
-        return fields[field][stage] / 1e9 if field.endswith("_s") else fields[field][stage]
-
-    wall, stolen = cuts[-1] - cuts[0], sum(fields["overhead_s"].values())
-    traced_seconds = (wall - stolen) / iterations / 1e9
-    return {
-        "iterations": iterations,
-        "env_steps": env_steps,
-        "seconds": wall / 1e9,
-        "inflation": traced_seconds / untraced_seconds if untraced_seconds else None,
-        "gpu_busy": sum(cover(gpu).values()) / wall if api or gpu else None,
-        "stages": {stage: {field: value(field, stage) for field in fields} for stage in launched},
-    }
+    del stages[None]
+    total = sum(stages.values(), Counter())
+    cpu = sum(total[field] for field in CPU_FIELDS)
+    on_gpu = launcher or total["gpu_overlap_s"]
+    missing = () if on_gpu else ("cuda", "gpu", "kernel", "graph")
+    trace = {"iterations": iterations, "env_steps": env_steps}
+    trace["inflation"] = cpu / iterations / untraced_seconds
+    trace["gpu_busy"] = total["gpu_overlap_s"] / (cpu + total["overhead"]) if on_gpu else None
+    for name, stage in stages.items():
+        stages[name] = {f: None if f.startswith(missing) else stage[f] for f in TRACE_FIELDS}
+    return trace | {"stages": stages}
 
 
 def table(report):
-    """`report` as aligned text of at most 80 columns, with - for what was not measured."""
-    window, gpu, trace, lines = report["window"], report["gpu"], report["trace"], []
-    on_gpu, steps = gpu["memory_peak_bytes"] is not None, max(window["env_steps"], 1)
+    """`report` as text of at most 80 columns; what was not measured does not appear."""
 
-    def row(name, *cells, width=12):
-        cells = [f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells]
-        cells = ["-" if cell == "None" else cell for cell in cells]
-        lines.append(name.ljust(16) + "".join(cell.rjust(width) for cell in cells))
+    def short(x):
+        return f"{x:,.0f}" if 100 <= x < 1e6 else f"{x:.3g}"
 
-    row("stopwatch: " + ("steady window" if window["steady"] else "whole run, still warming up"))
-    row("stage", "seconds", "share %", "us/step", "count", *["GPU span s"] * on_gpu)
-    stages = [(name, *stage.values()) for name, stage in report["stages"].items()]
-    total = sum(stage[1] for stage in stages)
-    for name, seconds, count, span in [*stages, ("total", total, None, None)]:
-        share = 100 * seconds / total if total else None
-        row(name, seconds, share, 1e6 * seconds / steps, count, *[span] * on_gpu)
-    row("steady steps/s", report["sps_steady"])
-    row("all steps/s", report["sps_inclusive"])
-    row("warm-up s", report["warmup_seconds"])
-    row("stopwatch %", report["overhead_pct"])
-    if on_gpu:
-        row("GPU nvml_util %", gpu["nvml_util"])
-        row("GPU sm_util %", gpu["sm_util"])
-        row("GPU peak bytes", gpu["memory_peak_bytes"])
+    def rows(stages, columns, steps):  # columns: {title: (field, factor)}, values are per step
+        measured = {f for stage in stages.values() for f in stage if stage[f] is not None}
+        columns = {title: c for title, c in columns.items() if c[0] in measured}
+        yield f"{'stage':15}" + "".join(f"{title:>10}" for title in columns)
+        for name, stage in stages.items():
+            cells = (short((stage[f] or 0) * factor / steps) for f, factor in columns.values())
+            yield f"{name:15}" + "".join(f"{cell:>10}" for cell in cells)
+
+    window, trace, gpu = report["window"], report["trace"], report["gpu"]
+    stages, steps = report["stages"], max(window["env_steps"], 1)
+    share = 100 * steps / (sum(stage["seconds"] for stage in stages.values()) or 1)
+    columns = {"seconds": ("seconds", steps), "share %": ("seconds", share)}
+    columns |= {"us/step": ("seconds", 1e6), "entries": ("count", steps)}
+    lines = ["stopwatch: " + ("steady window" if window["steady"] else "the warm-up did not end")]
+    if stages:
+        lines += rows(stages, columns | {"GPU us": ("gpu_span_seconds", 1e6)}, steps)
+        lines.append(f"{'total':15}{short(window['seconds']):>10}")
+    numbers = {"steady steps/s": report["sps_steady"], "all steps/s": report["sps_inclusive"]}
+    numbers |= {"warm-up s": report["warmup_seconds"], "stopwatch %": report["overhead_pct"]}
+    numbers |= {"GPU util. %": gpu["nvml_util"], "SM util. %": gpu["sm_util"]}
     if trace:
-        fields = {"python": "python_s", "simulat": "simulator_s", "backend": "backend_s"}
-        fields |= {"launch": "cuda_launch_s", "wait": "cuda_wait_s", "GPU": "gpu_s"}
-        fields |= {"ops": "backend_calls", "api": "cuda_api_calls"}
-        fields = {k: f for k, f in fields.items() if trace["stages"]["untracked"][f] is not None}
-        row("trace: us/step", *fields, width=8)
-        for name, stage in trace["stages"].items():
-            scaled = (stage[f] * (1e6 if f.endswith("_s") else 1.0) for f in fields.values())
-            row(name, *[value / max(trace["env_steps"], 1) for value in scaled], width=8)
-        row("trace inflation", trace["inflation"])
-        row("GPU busy share", trace["gpu_busy"])
+        lines.append("traced, per step: microseconds, then calls")
+        titles = "CUDA wait", "launch", "backend", "python", "simulator", "GPU"
+        times = {t: (f, 1e6) for t, f in zip(titles, TRACE_FIELDS, strict=False)}
+        lines += rows(trace["stages"], times, trace["env_steps"])
+        titles = "operators", "CUDA API", "launches", "replays", "kernels"
+        calls = {t: (f, 1) for t, f in zip(titles, CALL_FIELDS, strict=True)}
+        lines += rows(trace["stages"], calls, trace["env_steps"])
+        numbers |= {"inflation": trace["inflation"], "GPU busy": trace["gpu_busy"]}
     elif report["mode"] == "trace":
-        row("no trace: the run ended before its trace window did")
+        lines.append("the run ended before the trace window did: no trace")
+    lines += [f"{name:15}{short(x):>10}" for name, x in numbers.items() if x is not None]
     return "\n".join(lines)
 
 
