@@ -1,0 +1,48 @@
+"""Reduces run directories to a committed record: what was run, on what, how fast, what it learned.
+
+    python plots/record.py plots/results/NAME.json runs/RUN [runs/RUN ...] [--note "what to know"]
+
+A record holds, per run, config.json and stages.json whole and every episodic return with its step.
+It prints the mean return of the last 10 episodes of each run, the number that README quotes.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+LAST = 10  # episodes whose mean return stands for a run
+
+
+def read_run(run_dir: Path) -> dict:
+    """Config, stages and episodic returns [[step, return], ...] of a finished run."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    returns = [[e.step, round(e.value, 2)] for e in events.Scalars("charts/episodic_return")]
+    run = {
+        name: json.loads((run_dir / f"{name}.json").read_text()) for name in ("config", "stages")
+    }
+    last = [value for _, value in returns[-LAST:]]
+    return (
+        {"run": run_dir.name, f"mean_return_last_{LAST}": sum(last) / len(last)}
+        | run
+        | {"episodic_returns": returns}
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("record", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--note", default="")
+    args = parser.parse_args()
+    runs = [read_run(run_dir) for run_dir in args.runs]
+    args.record.parent.mkdir(parents=True, exist_ok=True)
+    args.record.write_text(json.dumps({"note": args.note, "runs": runs}, indent=1) + "\n")
+    for run in runs:
+        steps = run["config"]["args"]["total_timesteps"]
+        print(f"{run['run']}: {run[f'mean_return_last_{LAST}']:,.0f} after {steps:,} steps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# The front door: sets up what is missing, then measures or tests. `bash run.sh --help` explains.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+usage() {
+    cat <<'END'
+bash run.sh                      the quick speed-up table, in minutes; files in plots/out/
+bash run.sh --full               the published table: every script and row, 3 seeds at full length
+bash run.sh field [arguments]    SAC against other libraries; arguments go to plots/field.py
+bash run.sh test [arguments]     the tests; arguments go to pytest
+bash run.sh --help               this text
+
+An active environment (venv or conda) is used as it is, and gets only the packages that it lacks.
+Otherwise the first call makes .venv and installs requirements/requirements.txt there.
+END
+}
+
+die() {
+    echo "run.sh: $1" >&2
+    exit "${2:-1}"
+}
+
+say() { echo "run.sh: $*" >&2; }
+
+# Prints the first Python that is new enough for the pinned packages.
+find_python() {
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.10 or newer found: install one, or activate an environment that has it"
+}
+
+# install PYTHON ARGUMENTS...: pip install, with a word on the size of torch first.
+install() {
+    local python=$1 torch
+    shift
+    "$python" -m pip --version >/dev/null 2>&1 ||
+        die "$python has no pip: try $python -m ensurepip"
+    torch=$(grep -o '^torch==[^ ;]*' requirements/requirements.txt)
+    if ! command -v nvidia-smi >/dev/null && ! "$python" -c 'import torch' 2>/dev/null; then
+        say "no NVIDIA GPU here: a smaller torch is $torch from the CPU index named on pytorch.org;" \
+            "pip install that in an environment of your own, activate it and start again"
+    fi
+    say "installing (a few minutes the first time)"
+    "$python" -m pip install --quiet --disable-pip-version-check "$@" ||
+        die "pip install failed; its reason is above"
+}
+
+# make_venv FOLDER REQUIREMENTS: makes an environment, or brings it up to date when they changed.
+make_venv() {
+    local folder=$1 requirements=$2 base stamp
+    stamp=$(cksum <"$requirements")
+    if "$folder/bin/python" -c '' 2>/dev/null &&
+        [[ -f $folder/installed && $(<"$folder/installed") == "$stamp" ]]; then
+        return
+    fi
+    if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
+        base=$(find_python)
+        "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+            die "$base lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv)"
+        say "making $folder with $("$base" --version)"
+        "$base" -m venv --clear "$folder" || die "could not make $folder"
+    fi
+    install "$folder/bin/python" -r "$requirements"
+    echo "$stamp" >"$folder/installed" # last, so that an interrupted set-up starts over
+}
+
+# Sets `python` to an interpreter that has the core packages.
+set_up() {
+    local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} missing
+    if [[ -z $active ]]; then
+        make_venv .venv requirements/requirements.txt
+        python=.venv/bin/python
+        return
+    fi
+    python=$active/bin/python
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+        die "the active environment $active has no Python 3.10 or newer: deactivate or replace it"
+    # whatever version is there stays: a torch for this machine's CUDA is the user's choice
+    missing=$("$python" - requirements/requirements.txt <<'END'
+import re, sys
+from importlib.metadata import PackageNotFoundError, version
+
+for line in open(sys.argv[1]):
+    name = re.match(r"[\w-]*", line).group()
+    try:
+        name and version(name)
+    except PackageNotFoundError:
+        print(line.strip())
+END
+    ) || die "cannot list the packages of $active"
+    if [[ -n $missing ]]; then
+        install "$python" -r /dev/stdin <<<"$missing"
+    fi
+}
+
+command=${1:-quick}
+[[ $# -eq 0 ]] || shift
+case $command in
+    test | field) ;;
+    quick | --full | --help | -h) [[ $# -eq 0 ]] || die "unexpected argument: $1" 2 ;;
+    *) die "unknown argument: $command (bash run.sh --help lists them)" 2 ;;
+esac
+if [[ $command == --help || $command == -h ]]; then
+    usage
+    exit
+fi
+set_up # not in a && or || list, where a failing step would not stop the script
+case $command in
+    quick | --full) exec "$python" plots/speedup.py "--${command#--}" ;;
+    test) exec "$python" -m pytest -q tests "$@" ;;
+    field)
+        make_venv .venv-field requirements/field.txt
+        exec "$python" plots/field.py --field-python .venv-field/bin/python "$@"
+        ;;
+esac
