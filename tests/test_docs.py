@@ -13,7 +13,7 @@ from leanrl import sac_continuous_action, sac_continuous_action_torchcompile
 README = (ROOT / "README.md").read_text()
 SCRIPTS = {"sac_continuous_action": sac_continuous_action}
 SCRIPTS["sac_continuous_action_torchcompile"] = sac_continuous_action_torchcompile
-OTHER_FLAGS = {"--help", "--stamp", "--check", "--slow", "--full", "--no-cuda"}
+OTHER_FLAGS = {"--help", "--logdir", "--stamp", "--check", "--slow", "--full", "--no-cuda"}
 
 
 def test_paths_exist():
