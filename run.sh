@@ -60,6 +60,8 @@ make_venv() {
         return
     fi
     if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
+        [[ $PWD != *" "* ]] ||
+            say "a space in $PWD: torch.compile cannot build from there, --compile will fail"
         base=$(find_python)
         "$base" -c 'import ensurepip, venv' 2>/dev/null ||
             die "$base lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv)"

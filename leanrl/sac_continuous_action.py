@@ -16,6 +16,10 @@ update sees the transitions stored before the environment step that follows it.
 Its twin sac_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`, so
 `diff` shows what each trick costs in code.
 
+Measured (plots/results/): HalfCheetah-v5, 100,000 steps, seed 1: mean return 6,465 over the last 10
+episodes. 114 steps/s on 2 cores of an AMD EPYC (Zen 4), where Stable-Baselines3 makes 92. On a GPU:
+not measured.
+
 Shapes: N environments, B batch, O observation, A action. A run writes
 runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json.
 """
