@@ -84,9 +84,7 @@ def make_pair(device=CPU, updates=3):
 
 def compile_agent(agent):
     torch._dynamo.reset()
-    torch._dynamo.config.trace_autograd_ops = True
-    for name in ("act", "update_critic", "update_actor"):
-        setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True))
+    variant.compile_agent(agent)
     return agent
 
 
