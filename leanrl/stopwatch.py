@@ -80,6 +80,85 @@ CLOSING = b"# <<< stopwatch <<<\n"
 NOT_SCRIPTS = ("stopwatch.py", "sweep.py")
 
 
+def find_region(source):
+    """(begin, end) of the fenced region in the bytes `source`, both fences included.
+
+    Raises ValueError unless there is one opening fence and, after it, one closing fence.
+    """
+    lines = source.splitlines(keepends=True)
+    opens = [i for i, line in enumerate(lines) if line == OPENING]
+    closes = [i for i, line in enumerate(lines) if line == CLOSING]
+    if len(opens) != 1 or len(closes) != 1:
+        raise ValueError(
+            f"{len(opens)} opening and {len(closes)} closing fences instead of one each"
+        )
+    if opens[0] > closes[0]:
+        raise ValueError("the closing fence stands before the opening one")
+    return sum(map(len, lines[: opens[0]])), sum(map(len, lines[: closes[0] + 1]))
+
+
+def write_atomically(path, content):
+    """Replace the file at `path` by the bytes `content`; a crash leaves the old file or the new."""
+    temporary = path.with_name(f".{path.name}.stamping")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def stamp(folder, write=True):
+    """Bring the region of `folder`/stopwatch.py into the scripts beside it; `write=False` compares.
+
+    Returns {path: verdict}, a verdict being "same", "stamped", "differs" or "broken: why"; a broken
+    script is left alone. Raises ValueError if the region of stopwatch.py itself is broken.
+    """
+    source = (Path(folder) / "stopwatch.py").read_bytes()
+    region = slice(*find_region(source))
+    verdicts = {}
+    for path in sorted(Path(folder).glob("*.py")):
+        if path.name in NOT_SCRIPTS:
+            continue
+        script = path.read_bytes()
+        try:
+            begin, end = find_region(script)
+        except ValueError as problem:
+            verdicts[path] = f"broken: {problem}"
+            continue
+        if script[begin:end] == source[region]:
+            verdicts[path] = "same"
+        elif write:
+            write_atomically(path, script[:begin] + source[region] + script[end:])
+            verdicts[path] = "stamped"
+        else:
+            verdicts[path] = "differs"
+    return verdicts
+
+
+def main(arguments=None, folder=Path(__file__).parent):
+    """The command: 0 if every script carries the region afterwards, 1 otherwise."""
+    parser = argparse.ArgumentParser(
+        description="Keep the stopwatch identical in every script of this directory."
+    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--stamp", action="store_true", help="copy the region into every script")
+    action.add_argument(
+        "--check", action="store_true", help="only compare; exit 1 if a script differs"
+    )
+    verdicts = stamp(folder, write=parser.parse_args(arguments).stamp)
+    for path, verdict in verdicts.items():
+        print(f"{path.name}: {verdict}")
+    return int(any(verdict not in ("same", "stamped") for verdict in verdicts.values()))
+
+
+if __name__ == "__main__":  # above the region, so that stamping needs no torch
+    sys.exit(main())
+
+
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 import re  # noqa: E402, F811
 import time  # noqa: E402, F811
@@ -411,82 +490,3 @@ def table(report):
 
 
 # <<< stopwatch <<<
-
-
-def find_region(source):
-    """(begin, end) of the fenced region in the bytes `source`, both fences included.
-
-    Raises ValueError unless there is one opening fence and, after it, one closing fence.
-    """
-    lines = source.splitlines(keepends=True)
-    opens = [i for i, line in enumerate(lines) if line == OPENING]
-    closes = [i for i, line in enumerate(lines) if line == CLOSING]
-    if len(opens) != 1 or len(closes) != 1:
-        raise ValueError(
-            f"{len(opens)} opening and {len(closes)} closing fences instead of one each"
-        )
-    if opens[0] > closes[0]:
-        raise ValueError("the closing fence stands before the opening one")
-    return sum(map(len, lines[: opens[0]])), sum(map(len, lines[: closes[0] + 1]))
-
-
-def write_atomically(path, content):
-    """Replace the file at `path` by the bytes `content`; a crash leaves the old file or the new."""
-    temporary = path.with_name(f".{path.name}.stamping")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def stamp(folder, write=True):
-    """Bring the region of `folder`/stopwatch.py into the scripts beside it; `write=False` compares.
-
-    Returns {path: verdict}, a verdict being "same", "stamped", "differs" or "broken: why"; a broken
-    script is left alone. Raises ValueError if the region of stopwatch.py itself is broken.
-    """
-    source = (Path(folder) / "stopwatch.py").read_bytes()
-    region = slice(*find_region(source))
-    verdicts = {}
-    for path in sorted(Path(folder).glob("*.py")):
-        if path.name in NOT_SCRIPTS:
-            continue
-        script = path.read_bytes()
-        try:
-            begin, end = find_region(script)
-        except ValueError as problem:
-            verdicts[path] = f"broken: {problem}"
-            continue
-        if script[begin:end] == source[region]:
-            verdicts[path] = "same"
-        elif write:
-            write_atomically(path, script[:begin] + source[region] + script[end:])
-            verdicts[path] = "stamped"
-        else:
-            verdicts[path] = "differs"
-    return verdicts
-
-
-def main(arguments=None, folder=Path(__file__).parent):
-    """The command: 0 if every script carries the region afterwards, 1 otherwise."""
-    parser = argparse.ArgumentParser(
-        description="Keep the stopwatch identical in every script of this directory."
-    )
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--stamp", action="store_true", help="copy the region into every script")
-    action.add_argument(
-        "--check", action="store_true", help="only compare; exit 1 if a script differs"
-    )
-    verdicts = stamp(folder, write=parser.parse_args(arguments).stamp)
-    for path, verdict in verdicts.items():
-        print(f"{path.name}: {verdict}")
-    return int(any(verdict not in ("same", "stamped") for verdict in verdicts.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
