@@ -111,7 +111,15 @@ from itertools import pairwise  # noqa: E402, F811
 
 import torch  # noqa: E402, F811
 
-STAGES = ("simulation", "inference", "replay", "backpropagation", "logging")
+STAGES = (
+    "simulation",
+    "inference",
+    "replay",
+    "backpropagation",
+    "logging",
+    "checkpoint",
+    "evaluation",  # stays out of the steady window and of the warm-up
+)
 GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
 TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
 # CPU time goes to the first of these fields that a moment belongs to
@@ -160,10 +168,12 @@ class Stopwatch:
         self.stages = self.contexts = {name: Stage(self, name) for name in (*STAGES, "untracked")}
         self.untracked = self.current = self.stages["untracked"]
         self.own = Stage(self, "stopwatch")  # what samples cost, kept out of the other stages
+        self.evaluation = self.stages["evaluation"]
         self.around = None  # on a sampled or traced iteration: what to put around each stage
         self.cost = self._calibrate()
         if mode == "off":
             self.stages, self.contexts = {}, dict.fromkeys(STAGES, nullcontext())
+            self.contexts["evaluation"] = self.evaluation
         self.env_steps, self.steady, self.result, self.trace = 0, False, None, None
         self.course = self._course(warmup_steps, trace_after, trace_iterations)
         self._open_window()
@@ -176,7 +186,7 @@ class Stopwatch:
 
     def tick(self, env_steps):
         """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
-        self.env_steps, self.ticked = env_steps, self.clock()
+        self.env_steps, self.ticked = env_steps, self.clock() - self.evaluation.seconds
         self.iterations += 1
         next(self.course, None)
 
@@ -232,7 +242,8 @@ class Stopwatch:
 
     def _open_window(self):
         """Count anew: at construction and at the end of the warm-up."""
-        for stage in (*self.stages.values(), self.own):
+        self.evaluated = self.evaluation.seconds  # in the warm-up
+        for stage in (*self.stages.values(), self.own, self.evaluation):
             stage.seconds, stage.count = 0.0, 0
         self.samples, self.spans, self.nvml = 0, [], []
         self.first_step, self.iterations = self.env_steps, 0
@@ -248,7 +259,8 @@ class Stopwatch:
         seconds, (inside, outside) = self.ticked - self.start, self.cost
         self.untracked.count = self.iterations  # as if a tick cost what a stage does: a bit less
         calls = sum(stage.count for stage in self.stages.values())
-        self.untracked.seconds += seconds - calls * outside  # the stages have subtracted theirs
+        # the stages have subtracted theirs
+        self.untracked.seconds += seconds + self.evaluation.seconds - calls * outside
         overhead = self.own.seconds + calls * (inside + outside)
         spans, stages = Counter(), {}
         for name, first, last in self.spans:
@@ -262,7 +274,7 @@ class Stopwatch:
         peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
         return {
             "sps_steady": self.steady_sps(),
-            "warmup_seconds": self.start - self.born if self.steady else None,
+            "warmup_seconds": self.start - self.born - self.evaluated if self.steady else None,
             "overhead_pct": 100 * overhead / seconds if seconds else None,
             "window": window | {"env_steps": self.env_steps - self.first_step},
             "stages": stages,
@@ -406,7 +418,9 @@ def table(report):
             yield f"{name:15}" + "".join(f"{cell:>10}" for cell in cells)
 
     window, trace, gpu = report["window"], report["trace"], report["gpu"]
-    stages, steps = report["stages"], max(window["env_steps"], 1)
+    stages, steps = dict(report["stages"]), max(window["env_steps"], 1)
+    evaluation = stages.pop("evaluation", {"count": 0})
+    stages = {name: stage for name, stage in stages.items() if stage["count"]}
     share = 100 * steps / (sum(stage["seconds"] for stage in stages.values()) or 1)
     columns = {"seconds": ("seconds", steps), "share %": ("seconds", share)}
     columns |= {"us/step": ("seconds", 1e6), "entries": ("count", steps)}
@@ -414,6 +428,8 @@ def table(report):
     if stages:
         lines += rows(stages, columns | {"GPU us": ("gpu_span_seconds", 1e6)}, steps)
         lines.append(f"{'total':15}{short(window['seconds']):>10}")
+    if evaluation["count"]:
+        lines.append(f"{'evaluation':15}{short(evaluation['seconds']):>10}  not in the total")
     numbers = {"steady steps/s": report["sps_steady"], "all steps/s": report["sps_inclusive"]}
     numbers |= {"warm-up s": report["warmup_seconds"], "stopwatch %": report["overhead_pct"]}
     numbers |= {"GPU util. %": gpu["nvml_util"], "SM util. %": gpu["sm_util"]}
@@ -421,10 +437,11 @@ def table(report):
         lines.append("traced, per step: microseconds, then calls")
         titles = "CUDA wait", "launch", "backend", "python", "simulator", "GPU"
         times = {t: (f, 1e6) for t, f in zip(titles, TRACE_FIELDS, strict=False)}
-        lines += rows(trace["stages"], times, trace["env_steps"])
+        traced = {name: stage for name, stage in trace["stages"].items() if name in stages}
+        lines += rows(traced, times, trace["env_steps"])
         titles = "operators", "CUDA API", "launches", "replays", "kernels"
         calls = {t: (f, 1) for t, f in zip(titles, CALL_FIELDS, strict=True)}
-        lines += rows(trace["stages"], calls, trace["env_steps"])
+        lines += rows(traced, calls, trace["env_steps"])
         numbers |= {"inflation": trace["inflation"], "GPU busy": trace["gpu_busy"]}
     elif report["mode"] == "trace":
         lines.append("the run ended before the trace window did: no trace")

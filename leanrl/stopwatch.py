@@ -14,16 +14,19 @@ alone. Edit it here, never in a script, then stamp. A script uses it like this:
     stages = watch.report()                 # right after the loop: table, and dict for stages.json
 
 Stages, the same everywhere: simulation, inference, replay (rollout or replay storage, sampling),
-backpropagation (all updates), logging; `untracked` is what none of them covers. A stage opened
-inside another one pauses it, so every moment belongs to one stage; no stage opens inside itself.
-Open stages on the main thread, outside of compiled or captured callables.
+backpropagation (all updates), logging, checkpoint (writing it) and evaluation; `untracked` is what
+none of them covers. Evaluation is no part of training: its time counts neither for the steady
+window nor for the warm-up. A stage opened inside another one pauses it, so every moment belongs to
+one stage; no stage opens inside itself. Open stages on the main thread, outside of compiled or
+captured callables.
 
 The first tick with `env_steps >= warmup_steps` ends the warm-up (compilation, graph capture,
 random exploration) and starts the steady window, which ends with the last tick or, in trace mode,
 where the trace begins.
 
 Modes
-    off     steps per second only; `stage()` hands out a context manager that does nothing
+    off     steps per second only; `stage()` hands out a context manager that does nothing, except
+            for the evaluation, whose time it must know to leave it out
     time    seconds and entries per stage. With CUDA also, on every 64th iteration, a pair of CUDA
             events per stage (10,000 at most) and, at most once a second, NVML's utilization.
             Nothing in the loop waits
@@ -34,12 +37,14 @@ Modes
 What the numbers mean; null is "not measured", never 0
     sps_steady          environment steps per second of the steady window
     sps_inclusive       all steps / all seconds since construction, as in CleanRL's charts/SPS
-    warmup_seconds      construction to the steady window; wall_seconds: construction to the report
+    warmup_seconds      construction to the steady window without evaluation; wall_seconds:
+                        construction to the report
     overhead_pct        the stopwatch's share of the window: entries x the cost of an empty stage,
                         timed at construction, + the measured cost of samples. The seconds of the
                         stages are corrected for it
     window              what the stages are about: the steady window or, if the warm-up did not end
-                        (`steady` false), the run so far; its seconds, env_steps, iterations
+                        (`steady` false), the run so far; its seconds (without evaluation),
+                        env_steps, iterations
     stages              (empty in mode off) `untracked` counts iterations
       seconds           self-time on the CPU. Waiting for the GPU shows in the stage that waits
       gpu_span_seconds  mean over the sampled iterations of the span between a stage's CUDA events,
@@ -168,7 +173,15 @@ from itertools import pairwise  # noqa: E402, F811
 
 import torch  # noqa: E402, F811
 
-STAGES = ("simulation", "inference", "replay", "backpropagation", "logging")
+STAGES = (
+    "simulation",
+    "inference",
+    "replay",
+    "backpropagation",
+    "logging",
+    "checkpoint",
+    "evaluation",  # stays out of the steady window and of the warm-up
+)
 GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
 TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
 # CPU time goes to the first of these fields that a moment belongs to
@@ -217,10 +230,12 @@ class Stopwatch:
         self.stages = self.contexts = {name: Stage(self, name) for name in (*STAGES, "untracked")}
         self.untracked = self.current = self.stages["untracked"]
         self.own = Stage(self, "stopwatch")  # what samples cost, kept out of the other stages
+        self.evaluation = self.stages["evaluation"]
         self.around = None  # on a sampled or traced iteration: what to put around each stage
         self.cost = self._calibrate()
         if mode == "off":
             self.stages, self.contexts = {}, dict.fromkeys(STAGES, nullcontext())
+            self.contexts["evaluation"] = self.evaluation
         self.env_steps, self.steady, self.result, self.trace = 0, False, None, None
         self.course = self._course(warmup_steps, trace_after, trace_iterations)
         self._open_window()
@@ -233,7 +248,7 @@ class Stopwatch:
 
     def tick(self, env_steps):
         """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
-        self.env_steps, self.ticked = env_steps, self.clock()
+        self.env_steps, self.ticked = env_steps, self.clock() - self.evaluation.seconds
         self.iterations += 1
         next(self.course, None)
 
@@ -289,7 +304,8 @@ class Stopwatch:
 
     def _open_window(self):
         """Count anew: at construction and at the end of the warm-up."""
-        for stage in (*self.stages.values(), self.own):
+        self.evaluated = self.evaluation.seconds  # in the warm-up
+        for stage in (*self.stages.values(), self.own, self.evaluation):
             stage.seconds, stage.count = 0.0, 0
         self.samples, self.spans, self.nvml = 0, [], []
         self.first_step, self.iterations = self.env_steps, 0
@@ -305,7 +321,8 @@ class Stopwatch:
         seconds, (inside, outside) = self.ticked - self.start, self.cost
         self.untracked.count = self.iterations  # as if a tick cost what a stage does: a bit less
         calls = sum(stage.count for stage in self.stages.values())
-        self.untracked.seconds += seconds - calls * outside  # the stages have subtracted theirs
+        # the stages have subtracted theirs
+        self.untracked.seconds += seconds + self.evaluation.seconds - calls * outside
         overhead = self.own.seconds + calls * (inside + outside)
         spans, stages = Counter(), {}
         for name, first, last in self.spans:
@@ -319,7 +336,7 @@ class Stopwatch:
         peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
         return {
             "sps_steady": self.steady_sps(),
-            "warmup_seconds": self.start - self.born if self.steady else None,
+            "warmup_seconds": self.start - self.born - self.evaluated if self.steady else None,
             "overhead_pct": 100 * overhead / seconds if seconds else None,
             "window": window | {"env_steps": self.env_steps - self.first_step},
             "stages": stages,
@@ -463,7 +480,9 @@ def table(report):
             yield f"{name:15}" + "".join(f"{cell:>10}" for cell in cells)
 
     window, trace, gpu = report["window"], report["trace"], report["gpu"]
-    stages, steps = report["stages"], max(window["env_steps"], 1)
+    stages, steps = dict(report["stages"]), max(window["env_steps"], 1)
+    evaluation = stages.pop("evaluation", {"count": 0})
+    stages = {name: stage for name, stage in stages.items() if stage["count"]}
     share = 100 * steps / (sum(stage["seconds"] for stage in stages.values()) or 1)
     columns = {"seconds": ("seconds", steps), "share %": ("seconds", share)}
     columns |= {"us/step": ("seconds", 1e6), "entries": ("count", steps)}
@@ -471,6 +490,8 @@ def table(report):
     if stages:
         lines += rows(stages, columns | {"GPU us": ("gpu_span_seconds", 1e6)}, steps)
         lines.append(f"{'total':15}{short(window['seconds']):>10}")
+    if evaluation["count"]:
+        lines.append(f"{'evaluation':15}{short(evaluation['seconds']):>10}  not in the total")
     numbers = {"steady steps/s": report["sps_steady"], "all steps/s": report["sps_inclusive"]}
     numbers |= {"warm-up s": report["warmup_seconds"], "stopwatch %": report["overhead_pct"]}
     numbers |= {"GPU util. %": gpu["nvml_util"], "SM util. %": gpu["sm_util"]}
@@ -478,10 +499,11 @@ def table(report):
         lines.append("traced, per step: microseconds, then calls")
         titles = "CUDA wait", "launch", "backend", "python", "simulator", "GPU"
         times = {t: (f, 1e6) for t, f in zip(titles, TRACE_FIELDS, strict=False)}
-        lines += rows(trace["stages"], times, trace["env_steps"])
+        traced = {name: stage for name, stage in trace["stages"].items() if name in stages}
+        lines += rows(traced, times, trace["env_steps"])
         titles = "operators", "CUDA API", "launches", "replays", "kernels"
         calls = {t: (f, 1) for t, f in zip(titles, CALL_FIELDS, strict=True)}
-        lines += rows(trace["stages"], calls, trace["env_steps"])
+        lines += rows(traced, calls, trace["env_steps"])
         numbers |= {"inflation": trace["inflation"], "GPU busy": trace["gpu_busy"]}
     elif report["mode"] == "trace":
         lines.append("the run ended before the trace window did: no trace")

@@ -51,10 +51,9 @@ def test_nested_stages_keep_self_time(clock, capsys):
     watch.tick(2)
     stages = watch.report()["stages"]
     seconds = {name: stage["seconds"] for name, stage in stages.items()}
-    assert seconds == pytest.approx(
-        dict(simulation=8, inference=0, replay=4, backpropagation=3, logging=0, untracked=16)
-    )
-    assert [stages[name]["count"] for name in STAGES] == [1, 0, 1, 1, 0]
+    spent = dict(simulation=8, replay=4, backpropagation=3, untracked=16)
+    assert seconds == pytest.approx(dict.fromkeys(ALL, 0) | spent)
+    assert [stages[name]["count"] for name in STAGES] == [1, 0, 1, 1, 0, 0, 0]
 
 
 def test_an_exception_closes_the_stages_it_leaves(clock, capsys):
@@ -115,6 +114,35 @@ def test_the_warm_up_is_left_out_of_the_steady_window(clock, capsys):
     assert report["stages"]["simulation"] == dict(seconds=3.0, count=3, gpu_span_seconds=None)
     assert report["stages"]["inference"]["seconds"] == pytest.approx(9.0)
     assert report["stages"]["untracked"]["seconds"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("mode", ["off", "time"])
+def test_evaluation_counts_for_neither_the_window_nor_the_warm_up(mode, clock, capsys):
+    watch = Stopwatch(CPU, mode, warmup_steps=20)
+    for step in (10, 20):
+        spend(watch, clock, simulation=5.0, evaluation=30.0)
+        watch.tick(step)
+    for step in (30, 40, 50):
+        spend(watch, clock, simulation=2.0, checkpoint=1.0, evaluation=100.0)
+        clock.now += 1.0
+        watch.tick(step)
+    assert watch.steady_sps() == pytest.approx(30 / 12)
+    with watch.stage("evaluation"):  # after the last tick, as on Ctrl-C
+        clock.now += 50.0
+    report = watch.report()
+    assert report["sps_steady"] == pytest.approx(30 / 12)
+    assert report["warmup_seconds"] == pytest.approx(10.0)
+    assert report["window"]["seconds"] == pytest.approx(12.0)
+    assert report["wall_seconds"] == pytest.approx(70.0 + 312.0 + 50.0)
+    if mode == "time":
+        spent = dict(simulation=6.0, checkpoint=3.0, untracked=3.0, evaluation=350.0)
+        seconds = {name: stage["seconds"] for name, stage in report["stages"].items()}
+        assert seconds == pytest.approx(dict.fromkeys(ALL, 0.0) | spent)
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["checkpoint", "3", "25", "100,000", "3"] in lines  # of the window alone
+        assert ["total", "12"] in lines
+        assert ["evaluation", "350", "not", "in", "the", "total"] in lines
+        assert "replay" not in [line[0] for line in lines], "a stage that nothing entered"
 
 
 def test_work_after_the_last_tick_does_not_slow_the_steady_sps(clock, capsys):
@@ -369,9 +397,7 @@ def test_the_innermost_stage_owns_the_time_and_the_calls():
     assert 30 == ns(trace, "replay", "backend_s") and 50 == ns(trace, "replay", "python_s")
     assert 190 == ns(trace, "inference", "python_s")
     calls = {stage: trace["stages"][stage]["backend_calls"] for stage in ALL}
-    assert calls == dict(
-        simulation=0, inference=1, replay=0, backpropagation=1, logging=1, untracked=0
-    )
+    assert calls == dict.fromkeys(ALL, 0) | dict(inference=1, backpropagation=1, logging=1)
 
 
 def test_only_outermost_operators_count_and_threads_do_not_count_twice():
