@@ -34,8 +34,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
+import zipfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -67,6 +71,18 @@ class Args:
     """the wandb project"""
     wandb_entity: str | None = None
     """the wandb team"""
+    capture_video: bool = False
+    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
+    save_model: bool = False
+    """write checkpoint.pt at the end of the run"""
+    checkpoint_every: int = 0
+    """also write it every so many environment steps; 0: never"""
+    resume: str | None = None
+    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
+    eval_every: int = 0
+    """evaluate every so many environment steps, and at the end; 0: never"""
+    eval_episodes: int = 10
+    """episodes per evaluation, each in an environment of its own"""
     stopwatch: Literal["off", "time", "trace"] = "time"
     """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
 
@@ -468,26 +484,77 @@ def check_args(args: Args) -> None:
         "batch_size",
         "policy_frequency",
         "target_network_frequency",
+        "eval_episodes",
     ):
         if getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    for name in ("checkpoint_every", "eval_every"):
+        if getattr(args, name) < 0:
+            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
     if args.batch_size > args.learning_starts:
         fail(f"--batch-size {args.batch_size} exceeds --learning-starts {args.learning_starts}")
     if args.buffer_size < max(args.batch_size, args.num_envs):
         fail(f"--buffer-size {args.buffer_size} is smaller than a batch or than --num-envs")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track needs wandb: pip install -r requirements/wandb.txt")
+    if args.capture_video and importlib.util.find_spec("moviepy") is None:
+        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
 
 
-def make_envs(env_id: str, num_envs: int) -> gym.vector.SyncVectorEnv:
-    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`)."""
+class Repeatable(gym.Wrapper):
+    """An environment that a checkpoint can bring back, whatever simulates it.
 
-    def make_env() -> gym.Env:
-        return gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
+    A simulator's state is nowhere to be had in general, but an episode repeats itself from the same
+    random state through the same actions.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        self.origin = self.np_random.bit_generator.state if seed is None else seed
+        self.actions = []
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: np.ndarray) -> tuple:
+        self.actions.append(action)
+        return self.env.step(action)
+
+    def state_dict(self) -> dict:
+        """How the episode started, and its actions so far (T, A)."""
+        return {"origin": self.origin, "actions": torch.from_numpy(np.array(self.actions))}
+
+    def repeat(self, state: dict) -> np.ndarray:
+        """Goes through the episode of `state` again -> its last observation (O,)."""
+        seed = None
+        if isinstance(state["origin"], int):
+            seed = state["origin"]
+        else:
+            self.np_random.bit_generator.state = state["origin"]
+        obs, _ = self.reset(seed=seed)
+        for action in state["actions"].numpy():
+            obs = self.step(action)[0]
+        return obs
+
+
+def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
+    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`).
+
+    The first episode of the first one becomes `video`-episode-0.mp4, if that is given.
+    """
+
+    def make_env(index: int) -> gym.Env:
+        if video is None or index > 0:
+            env = gym.make(env_id)
+        else:
+            env = gym.make(env_id, render_mode="rgb_array")
+            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # of other names
+            env = gym.wrappers.RecordVideo(
+                env, str(video.parent), name_prefix=video.name, episode_trigger=lambda i: i == 0
+            )
+        return Repeatable(gym.wrappers.RecordEpisodeStatistics(env))
 
     try:
         envs = gym.vector.SyncVectorEnv(
-            [make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
+            [partial(make_env, i) for i in range(num_envs)],
+            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
         )
     except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
         fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
@@ -644,6 +711,16 @@ class ReplayBuffer:
         self.size = max(self.size, end)
         self.position = end % self.capacity
 
+    def state_dict(self) -> dict:
+        """The transitions stored so far, on the CPU."""
+        data = [stored[: self.size].to("cpu", copy=True) for stored in self.data]
+        return {"position": self.position, "data": data}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.position, self.size = state["position"], len(state["data"][0])
+        for stored, saved in zip(self.data, state["data"], strict=True):
+            stored[: self.size] = saved
+
     def sample(self) -> Batch:
         """B transitions drawn uniformly with replacement."""
         index = torch.randint(self.size, (self.batch_size,), device=self.device)
@@ -693,6 +770,8 @@ def gradient_step(loss: torch.Tensor, parameters: list[nn.Parameter], optimizer:
 
 CRITIC_METRICS = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
 ACTOR_METRICS = ("actor_loss", "alpha_loss", "alpha", "entropy")
+NETWORKS = ("actor", "qf", "qf_target")
+OPTIMIZERS = ("q_optimizer", "actor_optimizer", "alpha_optimizer")
 
 
 class SAC:
@@ -715,6 +794,20 @@ class SAC:
         self.q_optimizer = Adam(self.q_parameters, lr=args.q_lr, fused=True)
         self.actor_optimizer = Adam(self.actor_parameters, lr=args.policy_lr, fused=True)
         self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr, fused=True)
+
+    def state_dict(self) -> dict:
+        """Everything that updates change; of the optimizers no settings: those are the run's."""
+        networks = {name: getattr(self, name).state_dict() for name in NETWORKS}
+        optimizers = {name: getattr(self, name).state_dict()["state"] for name in OPTIMIZERS}
+        return networks | optimizers | {"log_alpha": self.log_alpha.detach()}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in NETWORKS:
+            getattr(self, name).load_state_dict(state[name])
+        for name in OPTIMIZERS:
+            optimizer = getattr(self, name)
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state[name]})
+        self.log_alpha.data.copy_(state["log_alpha"])
 
     def act(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
@@ -746,6 +839,125 @@ class SAC:
                 target.lerp_(parameter, self.args.tau)
 
 
+def evaluate(actor: Actor, args: Args, device: torch.device, video: Path | None) -> float:
+    """Mean return of K episodes, side by side, in which the policy acts without noise.
+
+    They start from the same K states every time. Training notices nothing: the environments are
+    new and no shared random generator is used.
+    """
+    envs = make_envs(args.env_id, args.eval_episodes, video)
+    noise = torch.zeros(args.eval_episodes, envs.single_action_space.shape[0], device=device)
+    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    obs, _ = envs.reset(seed=args.seed + EVAL_SEED)
+    while running.any():
+        obs_tensor = torch.as_tensor(obs, dtype=torch.float32).to(device)
+        with torch.no_grad():
+            actions = actor.sample(obs_tensor, noise)[0].cpu().numpy()
+        obs, _, _, _, infos = envs.step(actions)
+        if "final_info" in infos:
+            ended = running & infos["_final_info"]
+            returns[ended] = infos["final_info"]["episode"]["r"][ended]
+            running &= ~ended
+    envs.close()
+    return float(returns.mean())
+
+
+def can_render(env_id: str) -> bool:
+    """Whether this machine can draw the environment; a warning says why not."""
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo; osmesa would draw on the CPU
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    try:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env.reset()
+        env.render()
+        env.close()
+        return True
+    except Exception as error:  # of whatever kind: every simulator has its own
+        reason = " ".join(str(error).split())
+        print(f"warning: no video, {env_id} cannot be rendered here: {reason}", file=sys.stderr)
+        return False
+
+
+def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
+    """The states of all random generators but the environments'."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "action_space": action_space.np_random.bit_generator.state,
+    }
+
+
+def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    action_space.np_random.bit_generator.state = states["action_space"]
+
+
+def repeat_episodes(envs: gym.vector.SyncVectorEnv, checkpoint: dict, seed: int) -> np.ndarray:
+    """Brings the environments to where the checkpoint left them -> observations (N, O).
+
+    One that does not repeat itself starts a fresh episode, and a warning says so.
+    """
+    obs, fresh = checkpoint["obs"].numpy().copy(), 0
+    for i, env in enumerate(envs.envs):
+        if not np.array_equal(env.repeat(checkpoint["envs"][i]), obs[i]):
+            obs[i], _ = env.reset(seed=seed + i)
+            fresh += 1
+    if fresh:
+        print(
+            f"warning: {checkpoint['env_id']} does not repeat itself: "
+            f"{fresh} of {len(obs)} environments start a fresh episode",
+            file=sys.stderr,
+        )
+    return obs
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> int:
+    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
+    partial_path = path.with_suffix(".partial")
+    try:
+        with partial_path.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial_path.replace(path)
+    except BaseException:
+        partial_path.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            whole = file.testzip() is None  # torch.load does not notice a flipped bit
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
+        checkpoint = None
+    if not isinstance(checkpoint, dict):
+        fail(f"{path} is damaged or was never a checkpoint")
+    if checkpoint.get("script") != SCRIPT:
+        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+    return checkpoint
+
+
+def resumed_dir(args: Args) -> Path:
+    """The run directory that --resume names, by itself or by the checkpoint in it."""
+    return Path(args.resume.removesuffix(CHECKPOINT))
+
+
+SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
+EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
 STEADY_AFTER = 50  # policy updates come due, then compilation and capture are long over
 
@@ -753,9 +965,12 @@ STEADY_AFTER = 50  # policy updates come due, then compilation and capture are l
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
     check_args(args)
+    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
+    start_step = checkpoint["global_step"] if checkpoint else 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    warmup_steps = args.learning_starts + int(STEADY_AFTER * args.policy_frequency / args.utd_ratio)
+    warmup_steps = max(args.learning_starts - start_step, 0)
+    warmup_steps += int(STEADY_AFTER * args.policy_frequency / args.utd_ratio)
     watch = Stopwatch(device, args.stopwatch, warmup_steps)
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -782,31 +997,84 @@ def main(args: Args) -> Path:
         if target_due:
             agent.update_target()
 
+    kind = {"script": SCRIPT, "env_id": args.env_id, "obs_dim": obs_dim, "action_dim": action_dim}
+    kind |= {"num_envs": args.num_envs, "buffer_size": args.buffer_size}
+    obs, _ = envs.reset(seed=args.seed)
+    global_step, num_updates, update_credit, episodic_return = start_step, 0, 0.0, None
+    if checkpoint:
+        for name, mine in kind.items():
+            if checkpoint[name] != mine:
+                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError as error:  # networks of another shape: it names both
+            fail(f"{args.resume}: {' '.join(str(error).split())}")
+        rb.load_state_dict(checkpoint["replay_buffer"])
+        metrics.copy_(checkpoint["metrics"])
+        num_updates, update_credit = checkpoint["num_updates"], checkpoint["update_credit"]
+        obs = repeat_episodes(envs, checkpoint, args.seed + start_step)
+        set_rng_states(checkpoint["rng"], envs.action_space, device)
+    del checkpoint  # as large as the replay buffer
+
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path("runs", run_name.replace("/", "_"))
-    run_dir.mkdir(parents=True)
+    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
+    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
     config = run_config(args, device)
-    (run_dir / "config.json").write_text(json.dumps(config, indent=2))
+    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
+    films = args.capture_video and can_render(args.env_id)
     if args.track:
         import wandb
 
+        # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
         try:
             wandb.init(
                 project=args.wandb_project_name,
                 entity=args.wandb_entity,
-                name=run_dir.name,
+                id=run_dir.name,
+                resume="allow",
                 config=config,
                 sync_tensorboard=True,
-                save_code=True,
             )
+            wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
         except wandb.Error as error:  # no network, no login: no reason to lose the run
-            print(f"warning: wandb does not track this run: {error}", file=sys.stderr)
-    writer = SummaryWriter(run_dir)
-    bar = tqdm.tqdm(total=args.total_timesteps, unit="step")
-    global_step, num_updates, update_credit, next_log = 0, 0, 0.0, LOG_EVERY
-    episodic_return = None
+            reason = " ".join(str(error).split())
+            print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
+    # rows that the run wrote after its checkpoint come again: readers drop the first ones
+    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
+    bar = tqdm.tqdm(total=args.total_timesteps, initial=start_step, unit="step")
+
+    def due(every: int) -> bool:
+        """Whether this iteration passed a multiple of so many environment steps; 0: never."""
+        return every > 0 and global_step % every < args.num_envs
+
+    def save() -> None:
+        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
+        begin = time.perf_counter()
+        writer.flush()
+        state = kind | {
+            "args": asdict(args),
+            "global_step": global_step,
+            "num_updates": num_updates,
+            "update_credit": update_credit,
+            "agent": agent.state_dict(),
+            "replay_buffer": rb.state_dict(),
+            "metrics": metrics,
+            "envs": [env.state_dict() for env in envs.envs],
+            "obs": torch.from_numpy(obs),
+            "rng": get_rng_states(envs.action_space, device),
+        }
+        try:
+            size = save_checkpoint(run_dir / CHECKPOINT, state)
+            seconds = time.perf_counter() - begin
+            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
+        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
+        bar.write(said, file=sys.stderr)
+
     try:
-        obs, _ = envs.reset(seed=args.seed)
         while global_step < args.total_timesteps:
             # 1. Act: uniformly at random at first, then by the policy.
             with watch.stage("inference"):
@@ -854,8 +1122,7 @@ def main(args: Args) -> Path:
                         episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
                         writer.add_scalar("charts/episodic_return", episodic_return, global_step)
                         writer.add_scalar("charts/episodic_length", length, global_step)
-                if global_step >= next_log:
-                    next_log = global_step + LOG_EVERY
+                if due(LOG_EVERY):
                     sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
                     writer.add_scalar("charts/SPS", sps, global_step)
                     if steady_sps:
@@ -869,7 +1136,20 @@ def main(args: Args) -> Path:
                         shown += f", return {episodic_return:,.1f}"
                     bar.set_postfix_str(shown, refresh=False)
                     bar.update(global_step - bar.n)
-            watch.tick(global_step)
+
+            # 6. Evaluate and save, now and then and at the end.
+            last = global_step >= args.total_timesteps
+            if due(args.eval_every) or last and (args.eval_every or args.capture_video):
+                with watch.stage("evaluation"):
+                    video = run_dir / "videos" / f"step-{global_step}" if films else None
+                    eval_return = evaluate(agent.actor, args, device, video)
+                    writer.add_scalar("charts/eval_return", eval_return, global_step)
+                    said = f"evaluation at step {global_step:,}: mean return {eval_return:,.1f}"
+                    bar.write(said, file=sys.stderr)
+            if due(args.checkpoint_every) or last and (args.checkpoint_every or args.save_model):
+                with watch.stage("checkpoint"):
+                    save()
+            watch.tick(global_step - start_step)
     except KeyboardInterrupt:
         print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
         raise SystemExit(130) from None
@@ -880,10 +1160,29 @@ def main(args: Args) -> Path:
         if report["warmup_seconds"] is not None:
             writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
         writer.close()
-        (run_dir / "stages.json").write_text(json.dumps(report, indent=2))
+        (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
         print(f"run directory: {run_dir}")
     return run_dir
 
 
+def parse_args() -> Args:
+    """The command line; with --resume, a flag that is not given is what it was in that run."""
+    args = tyro.cli(Args)
+    if args.resume is None:
+        return args
+    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
+    return tyro.cli(Args, default=Args(**checkpoint["args"]))
+
+
+def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
+    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
+    if not isinstance(error.exc_value, OSError):
+        threading.__excepthook__(error)
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    threading.excepthook = print_unless_raised_again
+    try:
+        main(parse_args())
+    except OSError as error:  # runs/ is read-only, the disk is full
+        fail(f"the run stops: {error}")
