@@ -12,7 +12,8 @@ bash run.sh test [arguments]     the tests; arguments go to pytest
 bash run.sh --help               this text
 
 An active environment (venv or conda) is used as it is, and gets only the packages that it lacks.
-Otherwise the first call makes .venv and installs requirements/requirements.txt there.
+Otherwise the first call makes .venv and installs requirements/requirements.txt there, for the
+tests with the extras wandb.txt and video.txt.
 END
 }
 
@@ -51,12 +52,13 @@ install() {
         die "pip install failed; its reason is above"
 }
 
-# make_venv FOLDER REQUIREMENTS: makes an environment, or brings it up to date when they changed.
+# make_venv FOLDER REQUIREMENTS...: makes an environment, or brings it up to date when they changed.
 make_venv() {
-    local folder=$1 requirements=$2 base stamp
-    stamp=$(cksum <"$requirements")
-    if "$folder/bin/python" -c '' 2>/dev/null &&
-        [[ -f $folder/installed && $(<"$folder/installed") == "$stamp" ]]; then
+    local folder=$1 base stamps
+    shift
+    stamps=$(cksum "$@") # a line per file
+    if "$folder/bin/python" -c '' 2>/dev/null && [[ -f $folder/installed ]] &&
+        ! grep -vxFf "$folder/installed" <<<"$stamps" >/dev/null; then
         return
     fi
     if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -68,15 +70,15 @@ make_venv() {
         say "making $folder with $("$base" --version)"
         "$base" -m venv --clear "$folder" || die "could not make $folder"
     fi
-    install "$folder/bin/python" -r "$requirements"
-    echo "$stamp" >"$folder/installed" # last, so that an interrupted set-up starts over
+    install "$folder/bin/python" "${@/#/--requirement=}"
+    echo "$stamps" >"$folder/installed" # last, so that an interrupted set-up starts over
 }
 
-# Sets `python` to an interpreter that has the core packages.
+# set_up REQUIREMENTS...: sets `python` to an interpreter that has these packages.
 set_up() {
     local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} missing
     if [[ -z $active ]]; then
-        make_venv .venv requirements/requirements.txt
+        make_venv .venv "$@"
         python=.venv/bin/python
         return
     fi
@@ -84,11 +86,11 @@ set_up() {
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
         die "the active environment $active has no Python 3.10 or newer: deactivate or replace it"
     # whatever version is there stays: a torch for this machine's CUDA is the user's choice
-    missing=$("$python" - requirements/requirements.txt <<'END'
+    missing=$("$python" - "$@" <<'END'
 import re, sys
 from importlib.metadata import PackageNotFoundError, version
 
-for line in open(sys.argv[1]):
+for line in (line for path in sys.argv[1:] for line in open(path)):
     name = re.match(r"[\w-]*", line).group()
     try:
         name and version(name)
@@ -112,7 +114,9 @@ if [[ $command == --help || $command == -h ]]; then
     usage
     exit
 fi
-set_up # not in a && or || list, where a failing step would not stop the script
+needs=(requirements/requirements.txt)
+[[ $command != test ]] || needs+=(requirements/{wandb,video}.txt) # tests cover the extras as well
+set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
     quick | --full) exec "$python" plots/speedup.py "--${command#--}" ;;
     test) exec "$python" -m pytest -q tests "$@" ;;

@@ -410,7 +410,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(module):
     part = train(module, total_timesteps=200, save_model=True, utd_ratio=0.1, buffer_size=100_000)
     size = (part / "checkpoint.pt").stat().st_size
     flags = ["--resume", str(part), "--total-timesteps=2000", "--checkpoint-every=500"]
-    done, lines = command_line(module, *flags, preexec_fn=quota(size + 30_000))
+    done, lines = command_line(module, *flags, preexec_fn=quota(size + 15_000))
     assert done.returncode == 0 and "run directory" in done.stdout
     assert lines[0].startswith("checkpoint at step 500") and len(lines) == 4
     assert all(line.startswith("warning: no checkpoint at step") for line in lines[1:])
