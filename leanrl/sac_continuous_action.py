@@ -4,6 +4,8 @@
     python leanrl/sac_continuous_action.py --env-id Pendulum-v1 --total-timesteps 10000 \\
         --learning-starts 1000                                      # learns in minutes
     python leanrl/sac_continuous_action.py --num-envs 4 --utd-ratio 0.5   # 2 updates per 4 steps
+    python leanrl/sac_continuous_action.py --checkpoint-every 10000 --eval-every 10000
+    python leanrl/sac_continuous_action.py --resume runs/RUN        # go on from its checkpoint.pt
     python leanrl/sac_continuous_action.py --help                   # every flag
 
 Algorithm 1 of Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", 2018
@@ -21,7 +23,8 @@ episodes. 114 steps/s on 2 cores of an AMD EPYC (Zen 4), where Stable-Baselines3
 not measured.
 
 Shapes: N environments, B batch, O observation, A action. A run writes
-runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json.
+runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json, and
+where asked for with checkpoint.pt and videos/.
 """
 
 import copy

@@ -56,6 +56,18 @@ def test_commands_parse(line):
         assert flag in flags_of(module) | {"--help"}, f"{flag} in {line!r}"
 
 
+def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):
+    """README's lines, as they are but for the run's name, on a run of either script."""
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    settings = {"env_id": "Pendulum-v1", "batch_size": 16, "learning_starts": 20}
+    for name, module in SCRIPTS.items():
+        run_dir = module.main(module.Args(**settings, total_timesteps=30, save_model=True))
+        capsys.readouterr()
+        exec(code.replace("runs/RUN", str(run_dir)).replace("sac_continuous_action", name), {})
+        assert -2000 < float(capsys.readouterr().out) < 0
+
+
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 def test_help_and_import_have_no_side_effects(script, tmp_path):
     path = ROOT / "leanrl" / f"{script}.py"
