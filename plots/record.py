@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+ROOT = Path(__file__).resolve().parents[1]
 LAST = 10  # episodes whose mean return stands for a run
 
 
@@ -38,7 +39,8 @@ def main() -> None:
     args = parser.parse_args()
     runs = [read_run(run_dir) for run_dir in args.runs]
     args.record.parent.mkdir(parents=True, exist_ok=True)
-    args.record.write_text(json.dumps({"note": args.note, "runs": runs}, indent=1) + "\n")
+    record = json.dumps({"note": args.note, "runs": runs}, indent=1) + "\n"
+    args.record.write_text(record.replace(f"{ROOT}/", ""))  # no record names a machine's folders
     for run in runs:
         steps = run["config"]["args"]["total_timesteps"]
         print(f"{run['run']}: {run[f'mean_return_last_{LAST}']:,.0f} after {steps:,} steps")

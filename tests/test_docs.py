@@ -64,7 +64,7 @@ def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):
     for name, module in SCRIPTS.items():
         run_dir = module.main(module.Args(**settings, total_timesteps=30, save_model=True))
         capsys.readouterr()
-        exec(code.replace("runs/RUN", str(run_dir)).replace("sac_continuous_action", name), {})
+        exec(code.replace("sac_continuous_action", name).replace("runs/RUN", str(run_dir)), {})
         assert -2000 < float(capsys.readouterr().out) < 0
 
 
