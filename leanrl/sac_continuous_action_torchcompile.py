@@ -923,6 +923,27 @@ def compile_agent(agent: SAC) -> None:
     agent.update_actor = torch.compile(agent.update_actor, fullgraph=True)
 
 
+def track(args: Args, run_dir: Path, config: dict) -> None:
+    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
+    import wandb
+
+    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
+    try:
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=run_dir.name,
+            resume="allow",
+            config=config,
+            sync_tensorboard=True,
+        )
+        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
+    except wandb.Error as error:  # no network, no login
+        reason = " ".join(str(error).split())
+        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
+
+
 def evaluate(actor: Actor, args: Args, device: torch.device, video: Path | None) -> float:
     """Mean return of K episodes, side by side, in which the policy acts without noise.
 
@@ -1125,23 +1146,7 @@ def main(args: Args) -> Path:
     (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
     films = args.capture_video and can_render(args.env_id)
     if args.track:
-        import wandb
-
-        # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
-        try:
-            wandb.init(
-                project=args.wandb_project_name,
-                entity=args.wandb_entity,
-                id=run_dir.name,
-                resume="allow",
-                config=config,
-                sync_tensorboard=True,
-            )
-            wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
-        except wandb.Error as error:  # no network, no login: no reason to lose the run
-            reason = " ".join(str(error).split())
-            print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
+        track(args, run_dir, config)
     # rows that the run wrote after its checkpoint come again: readers drop the first ones
     writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
     bar = tqdm.tqdm(total=args.total_timesteps, initial=start_step, unit="step")

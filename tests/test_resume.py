@@ -1,6 +1,7 @@
 """A run you can trust: what a checkpoint holds, what a resumed run repeats, what a crash leaves."""
 
 import dataclasses
+import http.server
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -40,6 +42,8 @@ def same_precision():
 
 
 def train(module, **flags) -> Path:
+    if "resume" in flags:
+        time.sleep(1)  # readers order event files by name, and the name has the second
     return module.main(module.Args(**SMALL | flags))
 
 
@@ -587,3 +591,53 @@ def test_tracking_without_a_network(mode, tmp_path):
         stored = log.read_bytes()
         for word in (b"charts/episodic_return", b"losses/qf1_loss", b"learning_starts"):
             assert word in stored, word
+
+
+class WandbServer(http.server.BaseHTTPRequestHandler):
+    """As much of wandb's service as a run needs to start; counts the metrics that reach it."""
+
+    protocol_version, received = "HTTP/1.1", b""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        answer = {}
+        if self.path == "/graphql":
+            variables = json.loads(body).get("variables") or {}
+            user = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": None}
+            files = [{"name": f, "uploadUrl": None} for f in variables.get("files") or []]
+            project = {"id": "1", "name": "leanRL", "entity": {"id": "1", "name": "me"}}
+            bucket = {"id": "1", "name": variables.get("name"), "project": project}
+            bucket |= {"displayName": "run", "config": "{}", "historyLineCount": 0}
+            answer = {"viewer": user, "model": None, "serverInfo": None, "entity": None}
+            answer |= {"upsertBucket": {"bucket": bucket, "inserted": True}}
+            answer |= {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}
+            answer = {"data": answer}
+        elif self.path.endswith("file_stream"):
+            WandbServer.received += body
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_network_that_fails_in_the_middle_does_not_stop_the_run():
+    pytest.importorskip("wandb", reason="needs requirements/wandb.txt")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    env |= {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "0" * 40}
+    env |= {"WANDB_MODE": "online", "WANDB_FINISH_TIMEOUT": "2", "WANDB_INIT_TIMEOUT": "20"}
+    command = [sys.executable, baseline.__file__, *SHORT, "--total-timesteps=6000", "--track"]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: WandbServer.received, process)
+    server.shutdown()
+    server.server_close()
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err.decode()
+    assert b"run directory" in out and b"Traceback" not in err
+    (run_dir,) = Path("runs").iterdir()
+    assert scalars(run_dir)["losses/alpha"][-1][0] == 6000
