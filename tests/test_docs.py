@@ -8,11 +8,23 @@ import sys
 import pytest
 from conftest import ROOT
 
-from leanrl import sac_continuous_action, sac_continuous_action_torchcompile
+from leanrl import (
+    sac_continuous_action,
+    sac_continuous_action_torchcompile,
+    td3_continuous_action,
+    td3_continuous_action_torchcompile,
+)
 
 README = (ROOT / "README.md").read_text()
-SCRIPTS = {"sac_continuous_action": sac_continuous_action}
-SCRIPTS["sac_continuous_action_torchcompile"] = sac_continuous_action_torchcompile
+SCRIPTS = {
+    module.__name__.removeprefix("leanrl."): module
+    for module in (
+        sac_continuous_action,
+        sac_continuous_action_torchcompile,
+        td3_continuous_action,
+        td3_continuous_action_torchcompile,
+    )
+}
 OTHER_FLAGS = {"--help", "--logdir", "--stamp", "--check", "--slow", "--full", "--no-cuda"}
 
 
@@ -47,7 +59,7 @@ def test_flags_exist():
     assert not unknown
 
 
-@pytest.mark.parametrize("line", re.findall(r"python leanrl/sac\S+\.py.*", README))
+@pytest.mark.parametrize("line", re.findall(r"python leanrl/(?!stopwatch)\S+\.py.*", README))
 def test_commands_parse(line):
     """Each command of README names a script and flags that the script has."""
     script, *words = line.split("#")[0].strip("`").split()[1:]
@@ -62,6 +74,8 @@ def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = {"env_id": "Pendulum-v1", "batch_size": 16, "learning_starts": 20}
     for name, module in SCRIPTS.items():
+        if not name.startswith("sac"):
+            continue
         run_dir = module.main(module.Args(**settings, total_timesteps=30, save_model=True))
         capsys.readouterr()
         exec(code.replace("sac_continuous_action", name).replace("runs/RUN", str(run_dir)), {})
