@@ -9,6 +9,8 @@ import pytest
 from conftest import ROOT
 
 from leanrl import (
+    ppo_continuous_action,
+    ppo_continuous_action_torchcompile,
     sac_continuous_action,
     sac_continuous_action_torchcompile,
     td3_continuous_action,
@@ -19,6 +21,8 @@ README = (ROOT / "README.md").read_text()
 SCRIPTS = {
     module.__name__.removeprefix("leanrl."): module
     for module in (
+        ppo_continuous_action,
+        ppo_continuous_action_torchcompile,
         sac_continuous_action,
         sac_continuous_action_torchcompile,
         td3_continuous_action,

@@ -1,0 +1,1384 @@
+"""Proximal Policy Optimization (PPO) for continuous actions, with torch.compile and CUDA graphs.
+
+    python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs
+    python leanrl/ppo_continuous_action_torchcompile.py --compile --env-id InvertedPendulum-v5 \\
+        --total-timesteps 100000
+    python leanrl/ppo_continuous_action_torchcompile.py --help      # every flag
+
+The algorithm is that of its twin, ppo_continuous_action.py, which says where it comes from and
+what the shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest
+is the same to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes
+on. The first rollouts pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
+
+Measured: not yet.
+"""
+
+# speed: CudaGraphModule captures a function as a CUDA graph
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import zipfile
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tqdm
+import tyro
+from tensordict.nn import CudaGraphModule
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    """name of this experiment, part of the run directory's name"""
+    seed: int = 1
+    """seed of the environments and of every random generator"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
+    cuda: bool = True
+    """train on CUDA where there is a device"""
+    track: bool = False
+    """also send the run to Weights & Biases"""
+    wandb_project_name: str = "leanRL"
+    """the wandb project"""
+    wandb_entity: str | None = None
+    """the wandb team"""
+    capture_video: bool = False
+    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
+    save_model: bool = False
+    """write checkpoint.pt at the end of the run"""
+    checkpoint_every: int = 0
+    """also write it every so many environment steps; 0: never"""
+    resume: str | None = None
+    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
+    eval_every: int = 0
+    """evaluate every so many environment steps, and at the end; 0: never"""
+    eval_episodes: int = 10
+    """episodes per evaluation, each in an environment of its own"""
+    stopwatch: Literal["off", "time", "trace"] = "time"
+    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+
+    env_id: str = "HalfCheetah-v5"
+    """id of the Gymnasium environment"""
+    total_timesteps: int = 1_000_000
+    """environment steps of the whole run, over all environments; rounded down to whole rollouts"""
+    learning_rate: float = 3e-4
+    """learning rate of the optimizer, at first"""
+    anneal_lr: bool = True
+    """lower the learning rate from rollout to rollout, linearly to zero at the end of the run"""
+    num_envs: int = 1
+    """environments stepped side by side"""
+    num_steps: int = 2048
+    """steps of a rollout in each environment"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 32
+    """minibatches per epoch"""
+    update_epochs: int = 10
+    """passes over a rollout"""
+    norm_adv: bool = True
+    """normalize the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """how far the ratio of new to old probabilities may go from 1 before its gradient ends"""
+    clip_vloss: bool = True
+    """clip the change of the value in the same way"""
+    ent_coef: float = 0.0
+    """weight of the entropy in the loss"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """longest gradient; longer ones are scaled down to it"""
+    target_kl: float | None = None
+    """end the epochs when the policy has gone so far, in KL divergence, from the old one"""
+
+    # speed: each works alone, together and not at all
+    compile: bool = False
+    """compile learning with torch.compile"""
+    cudagraphs: bool = False
+    """replay the preparation of a rollout and all its epochs as CUDA graphs"""
+
+
+# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+import re  # noqa: E402, F811
+import time  # noqa: E402, F811
+from collections import Counter, namedtuple  # noqa: E402, F811
+from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
+from itertools import pairwise  # noqa: E402, F811
+
+import torch  # noqa: E402, F811
+
+STAGES = (
+    "simulation",
+    "inference",
+    "replay",
+    "backpropagation",
+    "logging",
+    "checkpoint",
+    "evaluation",  # stays out of the steady window and of the warm-up
+)
+GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
+TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
+# CPU time goes to the first of these fields that a moment belongs to
+CPU_FIELDS = ("cuda_wait_s", "cuda_launch_s", "backend_s", "python_s", "simulator_s")
+CALL_FIELDS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
+TRACE_FIELDS = (*CPU_FIELDS, "gpu_s", "gpu_overlap_s", *CALL_FIELDS)
+
+
+class Stage:
+    """Self-time (seconds) and entries of one stage, kept by `with watch.stage(name): ...`."""
+
+    __slots__ = ("watch", "name", "seconds", "count", "begin", "parent")
+
+    def __init__(self, watch, name):
+        self.watch, self.name, self.parent = watch, name, None
+        self.seconds, self.count = 0.0, 0
+
+    def __enter__(self):
+        watch = self.watch
+        if self.parent is not None:
+            raise RuntimeError(f"stage {self.name!r} is open already")
+        begin = watch.clock()  # the last call, so that Ctrl-C cannot leave the rest half done
+        self.begin, self.parent, watch.current = begin, watch.current, self
+
+    def __exit__(self, kind, value, traceback):
+        watch, parent = self.watch, self.parent
+        watch.current, self.parent = parent, None  # first, so that Ctrl-C cannot prevent it
+        spent = watch.clock() - self.begin
+        self.seconds += spent
+        parent.seconds -= spent
+        self.count += 1
+
+
+class Stopwatch:
+    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
+
+    __slots__ = ("clock", "contexts", "current", "around", "__dict__")  # slots: looked up faster
+
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=200, trace_iterations=20):
+        if mode not in ("off", "time", "trace"):
+            raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
+        self.device, self.mode, self.clock = device, mode, time.perf_counter
+        self.on_gpu = device.type == "cuda"
+        self.sampling = self.on_gpu and mode != "off"
+        self.synchronize = (lambda: torch.cuda.synchronize(device)) if self.on_gpu else lambda: None
+        self.stages = self.contexts = {name: Stage(self, name) for name in (*STAGES, "untracked")}
+        self.untracked = self.current = self.stages["untracked"]
+        self.own = Stage(self, "stopwatch")  # what samples cost, kept out of the other stages
+        self.evaluation = self.stages["evaluation"]
+        self.around = None  # on a sampled or traced iteration: what to put around each stage
+        self.cost = self._calibrate()
+        if mode == "off":
+            self.stages, self.contexts = {}, dict.fromkeys(STAGES, nullcontext())
+            self.contexts["evaluation"] = self.evaluation
+        self.env_steps, self.steady, self.result, self.trace = 0, False, None, None
+        self.course = self._course(warmup_steps, trace_after, trace_iterations)
+        self._open_window()
+        self.born = self.start
+
+    def stage(self, name):
+        """The context manager of one of STAGES; KeyError for any other name."""
+        stage = self.contexts[name]
+        return self.around(stage) if self.around else stage
+
+    def tick(self, env_steps):
+        """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
+        self.env_steps, self.ticked = env_steps, self.clock() - self.evaluation.seconds
+        self.iterations += 1
+        next(self.course, None)
+
+    def steady_sps(self):
+        """Environment steps per second of the steady window so far; None before it has any."""
+        if self.result:
+            return self.result["sps_steady"]
+        steps = self.env_steps - self.first_step
+        return steps / (self.ticked - self.start) if self.steady and steps else None
+
+    def inclusive_sps(self):
+        """All environment steps / all seconds since construction."""
+        return self.env_steps / (self.clock() - self.born)
+
+    def report(self):
+        """Print the table; return the dict of stages.json (SI units, None where not measured)."""
+        self.course.close()  # gives up a trace window that is still open
+        self.result = self.result or self._close_window()
+        run = {"wall_seconds": self.clock() - self.born, "sps_inclusive": self.inclusive_sps()}
+        report = {"schema": 1, "mode": self.mode, **run, **self.result, "trace": self.trace}
+        print(table(report))
+        return report
+
+    def _course(self, warmup_steps, trace_after, trace_iterations):
+        """The course of a run, one `yield` per tick."""
+        while self.env_steps < warmup_steps:
+            yield
+        self.steady = True
+        self._open_window()
+        while self.mode != "trace" or self.iterations < trace_after:
+            due = self.iterations % GPU_SAMPLE_EVERY == 0 and len(self.spans) < 10_000
+            self.around = self._between_events if due and self.sampling else None
+            yield
+            if self.around:
+                self.samples += 1
+                if self.ticked - self.asked > 1:  # NVML takes its time
+                    self.asked = self.ticked
+                    with self.own, suppress(Exception):  # nvidia-ml-py is optional
+                        self.nvml.append(torch.cuda.utilization(self.device))
+        self.result = self._close_window()
+        with torch.profiler.profile() as profiler:
+            yield  # this iteration pays for the profiler's buffers and does not count
+            self.synchronize()
+            first_step, self.around = self.env_steps, self._annotated
+            with torch.profiler.record_function(TRACE_PREFIX + "untracked"):
+                for _ in range(trace_iterations):
+                    yield
+                self.synchronize()
+            self.around = None
+        events, steps = profiler.profiler.kineto_results.events(), self.env_steps - first_step
+        untraced = self.result["window"]["seconds"] / trace_after
+        self.trace = reduce_trace(events, trace_iterations, steps, untraced)
+
+    def _open_window(self):
+        """Count anew: at construction and at the end of the warm-up."""
+        self.evaluated = self.evaluation.seconds  # in the warm-up
+        for stage in (*self.stages.values(), self.own, self.evaluation):
+            stage.seconds, stage.count = 0.0, 0
+        self.samples, self.spans, self.nvml = 0, [], []
+        self.first_step, self.iterations = self.env_steps, 0
+        self.gpm = gpm(self.device) if self.sampling else None
+        self.synchronize()
+        self.start = self.ticked = self.asked = self.clock()
+
+    def _close_window(self):
+        """What report() tells of the steady window or, if the warm-up did not end, of the run."""
+        begin, self.around = self.clock(), None
+        self.synchronize()  # GPU work still queued belongs to the window
+        self.ticked += self.clock() - begin
+        seconds, (inside, outside) = self.ticked - self.start, self.cost
+        self.untracked.count = self.iterations  # as if a tick cost what a stage does: a bit less
+        calls = sum(stage.count for stage in self.stages.values())
+        # the stages have subtracted theirs
+        self.untracked.seconds += seconds + self.evaluation.seconds - calls * outside
+        overhead = self.own.seconds + calls * (inside + outside)
+        spans, stages = Counter(), {}
+        for name, first, last in self.spans:
+            spans[name] += first.elapsed_time(last) / 1e3 * self.iterations / max(self.samples, 1)
+        for name, stage in self.stages.items():
+            own, span = max(0.0, stage.seconds - stage.count * inside), spans.get(name)
+            stages[name] = {"seconds": own, "count": stage.count, "gpu_span_seconds": span}
+        window = {"steady": self.steady, "seconds": seconds, "iterations": self.iterations}
+        gpu = {"nvml_util": sum(self.nvml) / len(self.nvml) if self.nvml else None}
+        gpu["sm_util"] = gpm(self.device, self.gpm) if self.gpm else None
+        peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
+        return {
+            "sps_steady": self.steady_sps(),
+            "warmup_seconds": self.start - self.born - self.evaluated if self.steady else None,
+            "overhead_pct": 100 * overhead / seconds if seconds else None,
+            "window": window | {"env_steps": self.env_steps - self.first_step},
+            "stages": stages,
+            "gpu": gpu | {"memory_peak_bytes": peak},
+        }
+
+    @contextmanager
+    def _between_events(self, stage):
+        with self.own:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+        with stage:
+            yield
+        with self.own:
+            last.record()
+            self.spans.append((stage.name, first, last))
+
+    @contextmanager
+    def _annotated(self, stage):
+        with torch.profiler.record_function(TRACE_PREFIX + stage.name), stage:
+            yield
+
+    def _calibrate(self):
+        """Seconds that an empty stage adds to itself and to its parent, the least of 5 trials."""
+        stage, trials = self.stages["simulation"], []
+        for _ in range(5):
+            stage.seconds, begin = 0.0, self.clock()
+            for _ in range(1000):
+                with self.stage("simulation"):
+                    pass
+            trials.append((self.clock() - begin, stage.seconds))
+        both, inside = min(trials)
+        return inside / 1000, (both - inside) / 1000
+
+
+def gpm(device, first=None):
+    """A sample of NVML's GPU performance monitor; after a `first`, percent of busy SMs since."""
+    with suppress(Exception):  # needs Hopper or newer, and nvidia-ml-py, which is optional
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        alloc = nvml.nvmlGpmSampleAlloc()
+        sample = nvml.nvmlGpmSampleGet(nvml.nvmlDeviceGetHandleByUUID(gpu), alloc)
+        if first is None:
+            return sample
+        query = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, first, sample)
+        query.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+        return nvml.nvmlGpmMetricsGet(query).metrics[0].value
+
+
+def layer(event):
+    """The seconds in TRACE_FIELDS that a Kineto event adds to, or "stage", "overhead" or None."""
+    name, on_cpu = event.name(), event.device_type() == torch.autograd.DeviceType.CPU
+    if event.is_user_annotation():
+        return "stage" if on_cpu and name.startswith(TRACE_PREFIX) else None
+    known = event.activity_type() if hasattr(event, "activity_type") else None  # since torch 2.12
+    names = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
+    if known == "overhead" or name in names:
+        return "overhead"
+    if on_cpu and re.match("cu(da)?[A-Z]", name):
+        waits = re.search("Synchronize|Memcpy(?!.*Async)", name)
+        return "cuda_wait_s" if waits else "cuda_launch_s"
+    return "backend_s" if on_cpu else "gpu_s"
+
+
+def reduce_trace(events, iterations, env_steps, untraced_seconds):
+    """Kineto events of a trace window -> "trace" of stages.json; `untraced_seconds` per iteration.
+
+    One sweep over time: the innermost stage, by its annotation, owns the moment and the calls that
+    start in it, on whatever thread. The annotation "untracked" is the window.
+    """
+    Call = namedtuple("Call", "layer name id thread")
+    to_pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
+    edges = []
+    for e in events:
+        kind, start, end = layer(e), e.start_ns(), e.start_ns() + max(1, e.duration_ns())
+        if kind == "cuda_launch_s" and e.correlation_id() in to_pageable:
+            kind = "cuda_wait_s"  # such a copy blocks
+        call = Call(kind, e.name(), e.correlation_id(), e.start_thread_id())
+        if kind:
+            edges += (start, 1, -end, call), (end, 0, 0, call)  # sorts ends first, then parents
+
+    stages = {name: Counter() for name in (*STAGES, "untracked", None)}  # None: out of the window
+    stack, running, launcher, kernels = [None], [], {}, []
+    for (at, opens, _, call), (until, *_) in pairwise(sorted(edges)):
+        if call.layer == "stage":
+            stack.append(call.name[len(TRACE_PREFIX) :]) if opens else stack.pop()
+        elif not opens:
+            running.remove(call)
+        else:
+            stage, family = stages[stack[-1]], call.layer[:4]  # waits and launches are both "cuda"
+            outermost = (call.thread, family) not in [(c.thread, c.layer[:4]) for c in running]
+            if family == "cuda":
+                launcher[call.id] = stack[-1]  # all kernels of a graph replay share its id
+            if family == "cuda" and outermost:
+                stage["cuda_api_calls"] += 1
+                stage["kernel_launches"] += re.search("Launch.*Kernel", call.name) is not None
+                stage["graph_replays"] += "GraphLaunch" in call.name
+            elif call.layer == "backend_s" and outermost:
+                stage["backend_calls"] += 1
+            elif call.layer == "gpu_s" and not call.name.startswith(("Memcpy", "Memset")):
+                kernels.append(call.id)
+            running.append(call)
+        if stack[-1]:
+            stage, layers = stages[stack[-1]], {call.layer for call in running}
+            span = (until - at) / 1e9
+            rest = "simulator_s" if stack[-1] == "simulation" else "python_s"
+            stage[next((f for f in ("overhead", *CPU_FIELDS) if f in layers), rest)] += span
+            stage["gpu_overlap_s"] += span * ("gpu_s" in layers)
+            for name in {launcher.get(call.id) for call in running if call.layer == "gpu_s"}:
+                stages[name]["gpu_s"] += span
+    for kernel in kernels:
+        stages[launcher.get(kernel)]["kernels"] += 1
+
+    del stages[None]
+    total = sum(stages.values(), Counter())
+    cpu = sum(total[field] for field in CPU_FIELDS)
+    on_gpu = launcher or total["gpu_overlap_s"]
+    missing = () if on_gpu else ("cuda", "gpu", "kernel", "graph")
+    trace = {"iterations": iterations, "env_steps": env_steps}
+    trace["inflation"] = cpu / iterations / untraced_seconds
+    trace["gpu_busy"] = total["gpu_overlap_s"] / (cpu + total["overhead"]) if on_gpu else None
+    for name, stage in stages.items():
+        stages[name] = {f: None if f.startswith(missing) else stage[f] for f in TRACE_FIELDS}
+    return trace | {"stages": stages}
+
+
+def table(report):
+    """`report` as text of at most 80 columns; what was not measured does not appear."""
+
+    def short(x):
+        return f"{x:,.0f}" if 100 <= x < 1e6 else f"{x:.3g}"
+
+    def rows(stages, columns, steps):  # columns: {title: (field, factor)}, values are per step
+        measured = {f for stage in stages.values() for f in stage if stage[f] is not None}
+        columns = {title: c for title, c in columns.items() if c[0] in measured}
+        yield f"{'stage':15}" + "".join(f"{title:>10}" for title in columns)
+        for name, stage in stages.items():
+            cells = (short((stage[f] or 0) * factor / steps) for f, factor in columns.values())
+            yield f"{name:15}" + "".join(f"{cell:>10}" for cell in cells)
+
+    window, trace, gpu = report["window"], report["trace"], report["gpu"]
+    stages, steps = dict(report["stages"]), max(window["env_steps"], 1)
+    evaluation = stages.pop("evaluation", {"count": 0})
+    stages = {name: stage for name, stage in stages.items() if stage["count"]}
+    share = 100 * steps / (sum(stage["seconds"] for stage in stages.values()) or 1)
+    columns = {"seconds": ("seconds", steps), "share %": ("seconds", share)}
+    columns |= {"us/step": ("seconds", 1e6), "entries": ("count", steps)}
+    lines = ["stopwatch: " + ("steady window" if window["steady"] else "the warm-up did not end")]
+    if stages:
+        lines += rows(stages, columns | {"GPU us": ("gpu_span_seconds", 1e6)}, steps)
+        lines.append(f"{'total':15}{short(window['seconds']):>10}")
+    if evaluation["count"]:
+        lines.append(f"{'evaluation':15}{short(evaluation['seconds']):>10}  not in the total")
+    numbers = {"steady steps/s": report["sps_steady"], "all steps/s": report["sps_inclusive"]}
+    numbers |= {"warm-up s": report["warmup_seconds"], "stopwatch %": report["overhead_pct"]}
+    numbers |= {"GPU util. %": gpu["nvml_util"], "SM util. %": gpu["sm_util"]}
+    if trace:
+        lines.append("traced, per step: microseconds, then calls")
+        titles = "CUDA wait", "launch", "backend", "python", "simulator", "GPU"
+        times = {t: (f, 1e6) for t, f in zip(titles, TRACE_FIELDS, strict=False)}
+        traced = {name: stage for name, stage in trace["stages"].items() if name in stages}
+        lines += rows(traced, times, trace["env_steps"])
+        titles = "operators", "CUDA API", "launches", "replays", "kernels"
+        calls = {t: (f, 1) for t, f in zip(titles, CALL_FIELDS, strict=True)}
+        lines += rows(traced, calls, trace["env_steps"])
+        numbers |= {"inflation": trace["inflation"], "GPU busy": trace["gpu_busy"]}
+    elif report["mode"] == "trace":
+        lines.append("the run ended before the trace window did: no trace")
+    lines += [f"{name:15}{short(x):>10}" for name, x in numbers.items() if x is not None]
+    return "\n".join(lines)
+
+
+# <<< stopwatch <<<
+
+
+def fail(message: str) -> None:
+    """Ends the program with a one-line error and exit status 2, as argument errors do."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args: Args) -> None:
+    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
+    for name in (
+        "total_timesteps",
+        "num_envs",
+        "num_steps",
+        "num_minibatches",
+        "update_epochs",
+        "max_grad_norm",
+        "eval_episodes",
+    ):
+        if getattr(args, name) <= 0:
+            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    for name in ("checkpoint_every", "eval_every"):
+        if getattr(args, name) < 0:
+            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        fail(
+            f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {batch_size} steps "
+            f"cannot be divided into --num-minibatches {args.num_minibatches}"
+        )
+    if batch_size == args.num_minibatches and args.norm_adv:
+        fail("minibatches of one step have no deviation to normalize by: --no-norm-adv")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is less than a rollout of {batch_size}")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track needs wandb: pip install -r requirements/wandb.txt")
+    if args.capture_video and importlib.util.find_spec("moviepy") is None:
+        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
+    # speed: no graphs without CUDA: a contradiction is refused, a missing device only mentioned
+    if args.cudagraphs and not args.cuda:
+        fail("--cudagraphs contradicts --no-cuda")
+    if args.cudagraphs and not torch.cuda.is_available():
+        print("warning: no CUDA device, --cudagraphs has no effect", file=sys.stderr)
+
+
+class Repeatable(gym.Wrapper):
+    """An environment that a checkpoint can bring back, whatever simulates it.
+
+    A simulator's state is nowhere to be had in general, but an episode repeats itself from the same
+    random state through the same actions.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        self.origin = self.np_random.bit_generator.state if seed is None else seed
+        self.actions = []
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: np.ndarray) -> tuple:
+        self.actions.append(action)
+        return self.env.step(action)
+
+    def state_dict(self) -> dict:
+        """How the episode started, and its actions so far (T, A)."""
+        return {"origin": self.origin, "actions": torch.from_numpy(np.array(self.actions))}
+
+    def repeat(self, state: dict) -> np.ndarray:
+        """Goes through the episode of `state` again -> its last observation (O,)."""
+        seed = None
+        if isinstance(state["origin"], int):
+            seed = state["origin"]
+        else:
+            self.np_random.bit_generator.state = state["origin"]
+        obs, _ = self.reset(seed=seed)
+        for action in state["actions"].numpy():
+            obs = self.step(action)[0]
+        return obs
+
+
+# speed: two thirds of what Gymnasium's class costs is copying, and merging infos that nobody reads
+class LeanVectorEnv(gym.vector.SyncVectorEnv):
+    """Steps as its parent does in `SAME_STEP` mode, but returns infos of ended episodes alone."""
+
+    def step(self, actions: np.ndarray) -> tuple:
+        infos, rewards = {}, np.empty(self.num_envs)
+        obs = np.empty_like(self._observations)
+        terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
+        for i, env in enumerate(self.envs):
+            obs[i], rewards[i], terminated[i], truncated[i], info = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                final = {"final_obs": obs[i].copy(), "final_info": info}
+                infos = self._add_info(infos, final, i)
+                obs[i], _ = env.reset()
+        return obs, rewards, terminated, truncated, infos
+
+
+def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
+    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`).
+
+    The first episode of the first one becomes `video`-episode-0.mp4, if that is given.
+    """
+
+    def make_env(index: int) -> gym.Env:
+        if video is None or index > 0:
+            env = gym.make(env_id)
+        else:
+            env = gym.make(env_id, render_mode="rgb_array")
+            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # of other names
+            env = gym.wrappers.RecordVideo(
+                env, str(video.parent), name_prefix=video.name, episode_trigger=lambda i: i == 0
+            )
+        return Repeatable(gym.wrappers.RecordEpisodeStatistics(env))
+
+    try:
+        # speed: see there
+        envs = LeanVectorEnv(
+            [partial(make_env, i) for i in range(num_envs)],
+            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
+        )
+    except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
+        fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if not isinstance(action_space, gym.spaces.Box):
+        fail(f"PPO with a Gaussian policy needs continuous actions; {env_id} has {action_space}")
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
+        fail(f"PPO with an MLP needs flat observations; {env_id} has {obs_space}")
+    return envs
+
+
+def run_config(args: Args, device: torch.device) -> dict:
+    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
+
+    def output(*command: str) -> str | None:
+        try:
+            return subprocess.check_output(
+                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
+            ).strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    packages = ("torch", "tensordict", "gymnasium", "mujoco", "numpy")
+    gpu, driver = None, None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "args": asdict(args),
+        "command": " ".join(sys.argv),
+        "git_commit": output(
+            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+        ),
+        "cpu": {
+            "model": model[1] if model else None,
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
+        "gpu": gpu,
+        "gpu_driver": driver,
+        "load_average": os.getloadavg(),
+        "python": sys.version.split()[0],
+        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
+    }
+
+
+class RunningMeanStd:
+    """Mean and variance of all that each of N environments has shown, as Gymnasium keeps them."""
+
+    def __init__(self, num_envs: int, *shape: int):
+        self.mean, self.var = np.zeros((num_envs, *shape)), np.ones((num_envs, *shape))
+        self.count = np.full((num_envs, *(1 for _ in shape)), 1e-4)
+
+    def update(self, x: np.ndarray, envs: np.ndarray | slice = slice(None)) -> None:
+        """Takes in one value for each of `envs`: x (n, *shape)."""
+        count, delta = self.count[envs], x - self.mean[envs]
+        total = count + 1
+        step = delta / total
+        self.mean[envs] += step
+        self.var[envs] = (self.var[envs] + step * delta) * (count / total)
+        self.count[envs] = total
+
+
+class Normalizer:
+    """Brings observations and rewards to unit scale by what each environment has shown so far.
+
+    Rewards are divided by the deviation of their discounted sum, which a truncation does not end.
+    """
+
+    def __init__(self, num_envs: int, obs_dim: int, gamma: float):
+        self.obs_stats, self.return_stats = (
+            RunningMeanStd(num_envs, obs_dim),
+            RunningMeanStd(num_envs),
+        )
+        self.returns, self.gamma = np.zeros(num_envs), gamma
+
+    def observe(self, obs: np.ndarray, envs: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Takes in and normalizes one observation for each of `envs`: (n, O) -> (n, O) float32."""
+        self.obs_stats.update(obs, envs)
+        return self.scale(obs, self.obs_stats.mean[envs], self.obs_stats.var[envs])
+
+    def observe_frozen(self, obs: np.ndarray) -> np.ndarray:
+        """Normalizes (n, O) by the statistics of all environments together, and learns nothing."""
+        mean = self.obs_stats.mean.mean(axis=0)
+        var = (self.obs_stats.var + self.obs_stats.mean**2).mean(axis=0) - mean**2
+        return self.scale(obs, mean, var)
+
+    def reward(self, rewards: np.ndarray, terminated: np.ndarray) -> np.ndarray:
+        """Takes in and normalizes the rewards of a step (N,)."""
+        self.returns = self.returns * self.gamma * (1 - terminated) + rewards
+        self.return_stats.update(self.returns)
+        return np.clip(rewards / np.sqrt(self.return_stats.var + 1e-8), -10, 10)
+
+    # speed: learning alone needs rewards, so those of a rollout can wait for each other
+    def reward_all(self, rewards: np.ndarray, terminated: np.ndarray) -> np.ndarray:
+        """`reward` for all steps of a rollout: both (T, N) -> (T, N)."""
+        stats, returns = self.return_stats, np.empty(rewards.shape)
+        weights = self.gamma * (1 - terminated)
+        for t in range(len(rewards)):
+            self.returns = returns[t] = self.returns * weights[t] + rewards[t]
+        counts = stats.count + np.arange(1, len(rewards) + 1)[:, None]
+        deltas = returns - stats.mean  # moments about the mean so far
+        means, squares = deltas.cumsum(axis=0) / counts, (deltas**2).cumsum(axis=0)
+        variances = (stats.var * stats.count + squares) / counts - means**2
+        stats.mean, stats.var, stats.count = stats.mean + means[-1], variances[-1], counts[-1]
+        return np.clip(rewards / np.sqrt(variances + 1e-8), -10, 10)
+
+    @staticmethod
+    def scale(obs: np.ndarray, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
+        scaled = (obs - mean) / np.sqrt(var + 1e-8)
+        return np.minimum(np.maximum(scaled, -10), 10).astype(np.float32)
+
+    def state_dict(self) -> dict:
+        stats = {"obs": vars(self.obs_stats), "return": vars(self.return_stats)}
+        return {
+            f"{of}_{name}": torch.from_numpy(array.copy())
+            for of, arrays in (stats | {"discounted": {"returns": self.returns}}).items()
+            for name, array in arrays.items()
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in ("mean", "var", "count"):
+            getattr(self.obs_stats, name)[:] = state[f"obs_{name}"].numpy()
+            getattr(self.return_stats, name)[:] = state[f"return_{name}"].numpy()
+        self.returns = state["discounted_returns"].numpy().copy()
+
+
+def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
+    """Orthogonal weights, no bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ActorCritic(nn.Module):
+    """Gaussian policy, whose deviation does not depend on the state, and the value of a state."""
+
+    def __init__(self, obs_dim: int, action_dim: int):
+        super().__init__()
+        self.critic = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 1), gain=1.0),
+        )
+        self.actor_mean = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, action_dim), gain=0.01),
+        )
+        self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
+        return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
+
+
+class Batch(NamedTuple):
+    """B steps of a rollout, float32; log_probs and values as they were when it was made."""
+
+    obs: torch.Tensor  # (B, O)
+    actions: torch.Tensor  # (B, A)
+    log_probs: torch.Tensor  # (B,)
+    values: torch.Tensor  # (B,)
+    advantages: torch.Tensor  # (B,)
+    returns: torch.Tensor  # (B,)
+
+
+class Rollout:
+    """T steps of N environments on `device`."""
+
+    def __init__(
+        self, steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device
+    ):
+        # speed: filled by NumPy on the CPU, ten times as fast as tensors of one row, and copied to
+        # the device once; obs has a row more, for what follows the last step
+        widths = {"obs": obs_dim, "actions": action_dim, "rewards": 0, "ended": 0}
+        self.host, self.tensors = {}, {}
+        for name, width in (widths | {"final_values": 0}).items():
+            shape = (steps + (name == "obs"), num_envs, *([width] if width else []))
+            host = torch.zeros(shape, pin_memory=device.type == "cuda")
+            self.tensors[name] = (host, host.to(device))  # on a CPU one and the same
+            self.host[name] = host.numpy()
+
+    # speed: does not wait; the next rollout starts after metrics that wait for all of it
+    def upload(self) -> None:
+        """Brings the steps to the device."""
+        for host, tensor in self.tensors.values():
+            tensor.copy_(host, non_blocking=True)
+
+
+def gaussian_log_prob(
+    actions: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor
+) -> torch.Tensor:
+    """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
+    z = (actions - mean) * (-log_std).exp()
+    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+
+
+def compute_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    next_values: torch.Tensor,
+    ended: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> torch.Tensor:
+    """Generalized advantage estimation (arXiv:1506.02438, equation 16) -> advantages (T, N).
+
+    All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
+    termination, that of the final observation after a truncation. `ended` is 1 after either.
+    """
+    # speed: log2(T) vector operations instead of T: each doubles how far every sum has got
+    advantages = rewards + gamma * next_values - values
+    weights, distance = gamma * gae_lambda * (1 - ended), 1
+    while distance < len(advantages):
+        begin, end = advantages[:-distance], advantages[-distance:]
+        more = weights[: len(begin)] * advantages[distance:]
+        advantages = torch.cat([begin + more, end])
+        weights, distance = weights[:-distance] * weights[distance:], 2 * distance
+    return advantages
+
+
+def policy_loss(
+    log_ratios: torch.Tensor, advantages: torch.Tensor, clip_coef: float
+) -> torch.Tensor:
+    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
+    return -torch.min(advantages * ratios, advantages * clipped).mean()
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_coef: float | None
+) -> torch.Tensor:
+    """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
+    errors = (values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (clipped - returns).square())
+    return 0.5 * errors.mean()
+
+
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+    mean, log_std, values = model(batch.obs)
+    log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
+    advantages = batch.advantages
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
+    clip_coef = args.clip_coef if args.clip_vloss else None
+    of_value = value_loss(values, batch.values, batch.returns, clip_coef)
+    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
+    with torch.no_grad():
+        ratios = log_ratios.exp()
+        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
+        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
+        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+
+
+# speed: one vector of all parameters: one kernel, where torch.optim.Adam would break the graph. The
+# powers of beta are state: computed from a step count, each element pays a pow
+class Adam:
+    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1) of one vector."""
+
+    def __init__(self, parameters: torch.Tensor, lr: float, betas=(0.9, 0.999), eps=1e-8):
+        self.parameters, self.eps, device = parameters, eps, parameters.device
+        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(parameters) for _ in betas)
+        self.betas, self.beta_powers = (
+            torch.tensor(betas, device=device),
+            torch.ones(2, device=device),
+        )
+        self.beta1, self.beta2 = betas
+        self.lr = torch.tensor(lr, device=device)
+
+    def state_dict(self) -> dict:
+        names = "exp_avg", "exp_avg_sq", "beta_powers"
+        return {"state": {name: getattr(self, name) for name in names}}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, tensor in state["state"].items():
+            getattr(self, name).copy_(tensor)
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Updates the parameters in place."""
+        self.beta_powers.mul_(self.betas)
+        self.exp_avg.lerp_(gradient, 1 - self.beta1)
+        self.exp_avg_sq.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        unbias1, unbias2 = 1 / (1 - self.beta_powers[0]), (1 - self.beta_powers[1]).rsqrt()
+        denominator = self.exp_avg_sq.sqrt() * unbias2 + self.eps
+        self.parameters.sub_(self.exp_avg / denominator * (self.lr * unbias1))
+
+
+class PPO:
+    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        self.args = args
+        self.model = ActorCritic(obs_dim, action_dim).to(device)
+        # speed: the model's parameters become views of one vector
+        parameters = dict(self.model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.parameters = torch.cat([p.detach().flatten() for p in parameters.values()])
+        for name, view in self.views().items():
+            parameters[name].data = view
+        self.optimizer = Adam(self.parameters, lr=args.learning_rate, eps=1e-5)
+        batch_size, columns = args.num_envs * args.num_steps, obs_dim + action_dim + 4
+        self.data = torch.zeros(batch_size, columns, device=device)  # a row per step, as in Batch
+        self.widths = (obs_dim, action_dim, 1, 1, 1, 1)
+        self.publish()
+
+    # speed: what a call of the model takes in place of its parameters
+    def views(self) -> dict[str, torch.Tensor]:
+        """The parameters by their names."""
+        parts = self.parameters.split([shape.numel() for shape in self.shapes.values()])
+        return {
+            name: part.view(self.shapes[name])
+            for name, part in zip(self.shapes, parts, strict=True)
+        }
+
+    # speed: once per rollout, so that acting needs no device
+    def publish(self) -> None:
+        """Copies the parameters to where `act` and `value` read them."""
+        self.acting = {name: view.cpu().numpy().T.copy() for name, view in self.views().items()}
+
+    def state_dict(self) -> dict:
+        """Everything that updates change."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]})
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        # speed: a tensor, which compiled code and graphs read anew
+        self.optimizer.lr.fill_(learning_rate)
+
+    # speed: three products of a vector are over before PyTorch has dispatched the first
+    def forward(self, network: str, obs: np.ndarray) -> np.ndarray:
+        """One of the model's networks in NumPy."""
+        x, layers = obs, self.acting
+        for i in (0, 2, 4):
+            x = x @ layers[f"{network}.{i}.weight"] + layers[f"{network}.{i}.bias"]
+            x = np.tanh(x) if i < 4 else x
+        return x
+
+    def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """obs (N, O), standard normal noise (N, A) -> actions (N, A)."""
+        # speed: log-probabilities and values can wait: `prepare` has them for all steps in one call
+        return self.forward("actor_mean", obs) + np.exp(self.acting["actor_logstd"]) * noise
+
+    def value(self, obs: np.ndarray) -> np.ndarray:
+        """obs (N, O) -> values (N,)."""
+        # speed: as `act`
+        return self.forward("critic", obs)[:, 0]
+
+    def prepare(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+        """A rollout -> returns (B,) and values (B,), and its B = T N steps in `data`."""
+        with torch.no_grad():
+            # speed: the policy has not changed, so one call computes what it would have said
+            obs, actions, rewards, ended, final_values = (
+                tensor for _, tensor in rollout.tensors.values()
+            )
+            mean, log_std, values = self.model(obs)
+            log_probs = gaussian_log_prob(actions, mean[:-1], log_std)
+            following = torch.where(ended.bool(), final_values, values[1:])
+            values = values[:-1]
+            advantages = compute_gae(
+                rewards, values, following, ended, self.args.gamma, self.args.gae_lambda
+            )
+            returns = advantages + values
+            # speed: one row per step, so that a minibatch is one gather
+            columns = [obs[:-1], actions]
+            columns += [x[:, :, None] for x in (log_probs, values, advantages, returns)]
+            self.data.copy_(torch.cat(columns, dim=-1).flatten(0, 1))
+            return returns.flatten(), values.flatten()
+
+    def update(self, index: torch.Tensor) -> torch.Tensor:
+        """One gradient step on the rows of `data` in index (B,) -> METRICS (6,)."""
+        # speed: pure functions of the parameters' views; nothing that the compiler cannot see
+        with torch.no_grad():
+            obs, actions, *scalars = self.data.index_select(0, index).split(self.widths, dim=1)
+            batch = Batch(obs, actions, *(x.squeeze(1) for x in scalars))
+            gradients, metrics = torch.func.grad(self.loss, has_aux=True)(self.views(), batch)
+            gradient = torch.cat([x.flatten() for x in gradients.values()])
+            norm = gradient.square().sum().sqrt()
+            gradient = gradient * (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+            self.optimizer.step(gradient)
+            return metrics
+
+    # speed: the loss as a function of the parameters, which is what is differentiated
+    def loss(
+        self, parameters: dict[str, torch.Tensor], batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ppo_loss` -> loss (), METRICS (6,)."""
+        model = partial(torch.func.functional_call, self.model, parameters)
+        return ppo_loss(lambda obs: model((obs,)), batch, self.args)
+
+    def learn(self, permutations: torch.Tensor) -> torch.Tensor:
+        """Epochs of minibatches in the order of permutations (E, B) -> the last METRICS (6,)."""
+        for index in permutations.view(-1, permutations.shape[1] // self.args.num_minibatches):
+            # speed: the rows are in `data`
+            metrics = self.update(index)
+        return metrics
+
+
+def compile_agent(agent: PPO) -> None:
+    # speed: whatever runs on the device; `learn` calls the compiled update without unrolling
+    """Compiles the preparation of a rollout and the update to one graph each."""
+    # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
+    torch._inductor.config.reorder_for_locality = False
+    torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
+    agent.prepare = torch.compile(agent.prepare, fullgraph=True)
+    agent.update = torch.compile(agent.update, fullgraph=True)
+
+
+def track(args: Args, run_dir: Path, config: dict) -> None:
+    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
+    import wandb
+
+    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
+    try:
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=run_dir.name,
+            resume="allow",
+            config=config,
+            sync_tensorboard=True,
+        )
+        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
+    except wandb.Error as error:  # no network, no login
+        reason = " ".join(str(error).split())
+        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
+
+
+def evaluate(
+    model: ActorCritic, normalizer: Normalizer, args: Args, device: torch.device, video: Path | None
+) -> float:
+    """Mean return of K episodes, side by side, in which the policy acts without noise.
+
+    They start from the same K states every time. Training notices nothing: the environments are
+    new, the statistics frozen and no shared random generator is used.
+    """
+    envs = make_envs(args.env_id, args.eval_episodes, video)
+    low, high = envs.single_action_space.low, envs.single_action_space.high
+    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    obs, _ = envs.reset(seed=args.seed + EVAL_SEED)
+    while running.any():
+        obs_tensor = torch.from_numpy(normalizer.observe_frozen(obs)).to(device)
+        with torch.no_grad():
+            actions = model.actor_mean(obs_tensor).cpu().numpy()
+        obs, _, _, _, infos = envs.step(np.clip(actions, low, high))
+        if "final_info" in infos:
+            ended = running & infos["_final_info"]
+            returns[ended] = infos["final_info"]["episode"]["r"][ended]
+            running &= ~ended
+    envs.close()
+    return float(returns.mean())
+
+
+def can_render(env_id: str) -> bool:
+    """Whether this machine can draw the environment; a warning says why not."""
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo; osmesa would draw on the CPU
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    try:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env.reset()
+        env.render()
+        env.close()
+        return True
+    except Exception as error:  # of whatever kind: every simulator has its own
+        reason = " ".join(str(error).split())
+        print(f"warning: no video, {env_id} cannot be rendered here: {reason}", file=sys.stderr)
+        return False
+
+
+def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
+    """The states of all random generators but the environments'."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "action_space": action_space.np_random.bit_generator.state,
+    }
+
+
+def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    action_space.np_random.bit_generator.state = states["action_space"]
+
+
+def repeat_episodes(envs: gym.vector.SyncVectorEnv, checkpoint: dict, seed: int) -> np.ndarray:
+    """Brings the environments to where the checkpoint left them -> observations (N, O).
+
+    One that does not repeat itself starts a fresh episode, and a warning says so.
+    """
+    obs, fresh = checkpoint["obs"].numpy().copy(), 0
+    for i, env in enumerate(envs.envs):
+        if not np.array_equal(env.repeat(checkpoint["envs"][i]), obs[i]):
+            obs[i], _ = env.reset(seed=seed + i)
+            fresh += 1
+    if fresh:
+        print(
+            f"warning: {checkpoint['env_id']} does not repeat itself: "
+            f"{fresh} of {len(obs)} environments start a fresh episode",
+            file=sys.stderr,
+        )
+    return obs
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> int:
+    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
+    partial_path = path.with_suffix(".partial")
+    try:
+        with partial_path.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial_path.replace(path)
+    except BaseException:
+        partial_path.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            whole = file.testzip() is None  # torch.load does not notice a flipped bit
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
+        checkpoint = None
+    if not isinstance(checkpoint, dict):
+        fail(f"{path} is damaged or was never a checkpoint")
+    if checkpoint.get("script") != SCRIPT:
+        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+    return checkpoint
+
+
+def resumed_dir(args: Args) -> Path:
+    """The run directory that --resume names, by itself or by the checkpoint in it."""
+    return Path(args.resume.removesuffix(CHECKPOINT))
+
+
+SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
+EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
+KL = METRICS.index("approx_kl")
+STEADY_AFTER = 3  # rollouts, then compilation and capture are over
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    check_args(args)
+    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
+    start_step = checkpoint["global_step"] if checkpoint else 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    batch_size = args.num_envs * args.num_steps
+    total_timesteps = args.total_timesteps // batch_size * batch_size
+    watch = Stopwatch(
+        device, args.stopwatch, STEADY_AFTER * batch_size, trace_after=3, trace_iterations=1
+    )
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    envs = make_envs(args.env_id, args.num_envs)
+    envs.action_space.seed(args.seed)
+    low, high = envs.single_action_space.low, envs.single_action_space.high
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    agent = PPO(args, obs_dim, action_dim, device)
+    normalizer = Normalizer(args.num_envs, obs_dim, args.gamma)
+    rollout = Rollout(args.num_steps, args.num_envs, obs_dim, action_dim, device)
+
+    # speed: all compilation and capture is set up here; the loop below does not know of it. Each
+    # function compiles when it is first called, and a graph is captured on its third call
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # layers of 64 are too small to share
+    if args.compile:
+        compile_agent(agent)
+    prepare = partial(agent.prepare, rollout)
+    if args.cudagraphs and device.type == "cuda":
+        prepare = CudaGraphModule(prepare, warmup=3)
+        agent.learn = CudaGraphModule(agent.learn, warmup=3)
+
+    kind = {"script": SCRIPT, "env_id": args.env_id, "obs_dim": obs_dim, "action_dim": action_dim}
+    kind |= {"num_envs": args.num_envs}
+    raw_obs, _ = envs.reset(seed=args.seed)
+    global_step, episodic_return = start_step, None
+    if checkpoint:
+        for name, mine in kind.items():
+            if checkpoint[name] != mine:
+                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError as error:  # networks of another shape: it names both
+            fail(f"{args.resume}: {' '.join(str(error).split())}")
+        normalizer.load_state_dict(checkpoint["normalizer"])
+        raw_obs = repeat_episodes(envs, checkpoint, args.seed + start_step)
+        obs = checkpoint["normalized_obs"].numpy()
+        fresh = (raw_obs != checkpoint["obs"].numpy()).any(axis=1)
+        obs[fresh] = normalizer.observe(raw_obs[fresh], fresh)
+        set_rng_states(checkpoint["rng"], envs.action_space, device)
+    else:
+        obs = normalizer.observe(raw_obs)
+
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
+    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
+    config = run_config(args, device)
+    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
+    films = args.capture_video and can_render(args.env_id)
+    if args.track:
+        track(args, run_dir, config)
+    # rows that the run wrote after its checkpoint come again: readers drop the first ones
+    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
+    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
+
+    def due(every: int) -> bool:
+        """Whether this iteration passed a multiple of so many environment steps; 0: never."""
+        return every > 0 and global_step % every < batch_size
+
+    def save() -> None:
+        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
+        begin = time.perf_counter()
+        writer.flush()
+        state = kind | {
+            "args": asdict(args),
+            "global_step": global_step,
+            "agent": agent.state_dict(),
+            "normalizer": normalizer.state_dict(),
+            "envs": [env.state_dict() for env in envs.envs],
+            "obs": torch.from_numpy(raw_obs),
+            "normalized_obs": torch.from_numpy(obs),
+            "rng": get_rng_states(envs.action_space, device),
+        }
+        try:
+            size = save_checkpoint(run_dir / CHECKPOINT, state)
+            seconds = time.perf_counter() - begin
+            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
+        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
+        bar.write(said, file=sys.stderr)
+
+    try:
+        while global_step < total_timesteps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - global_step / total_timesteps
+            agent.set_learning_rate(learning_rate)
+
+            # 1. Roll out: T steps with the policy as it is.
+            noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
+            # speed: one copy per rollout in each direction; `host` is in NumPy
+            noise, host = noise.cpu().numpy(), rollout.host
+            all_rewards, all_terminated = np.zeros((2, args.num_steps, args.num_envs))
+            agent.publish()
+            host["obs"][0] = obs
+            for t in range(args.num_steps):
+                with watch.stage("inference"):
+                    # speed: without PyTorch
+                    actions = agent.act(obs, noise[t])
+                    clipped = np.minimum(np.maximum(actions, low), high)
+                with watch.stage("simulation"):
+                    # speed: np.clip takes five times as long
+                    next_obs, rewards, terminated, truncated, infos = envs.step(clipped)
+
+                # Where an episode ended, next_obs is already the next episode's first.
+                with watch.stage("replay"):
+                    ended, last_obs = terminated | truncated, next_obs
+                    if "final_obs" in infos:
+                        last_obs = next_obs.copy()
+                        for i in np.flatnonzero(ended):
+                            last_obs[i] = infos["final_obs"][i]
+                    # speed: without PyTorch
+                    host["actions"][t], host["ended"][t] = actions, ended
+                    all_rewards[t], all_terminated[t] = rewards, terminated
+                    raw_obs, obs = next_obs, normalizer.observe(last_obs)
+                    if ended.any():
+                        # speed: without PyTorch
+                        host["final_values"][t] = agent.value(obs) * (~terminated & truncated)
+                        obs[ended] = normalizer.observe(next_obs[ended], ended)
+                    # speed: without PyTorch
+                    host["obs"][t + 1] = obs
+                global_step += args.num_envs
+
+                with watch.stage("logging"):
+                    if "final_info" in infos:
+                        episode = infos["final_info"]["episode"]
+                        for i in np.flatnonzero(infos["_final_info"]):
+                            episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
+                            writer.add_scalar(
+                                "charts/episodic_return", episodic_return, global_step
+                            )
+                            writer.add_scalar("charts/episodic_length", length, global_step)
+
+            # 2. Learn from it in several epochs; with --target-kl, look after each.
+            with watch.stage("backpropagation"):
+                # speed: the rewards at once, and the one copy to the device
+                host["rewards"][:] = normalizer.reward_all(all_rewards, all_terminated)
+                rollout.upload()
+                returns, values = prepare()
+                order = torch.rand(args.update_epochs, batch_size, device=device).argsort(dim=1)
+                for epochs in order.split(args.update_epochs if args.target_kl is None else 1):
+                    # speed: on the CPU a call per minibatch; with CUDA graphs one replay for all
+                    metrics = agent.learn(epochs)
+                    if args.target_kl is not None and metrics[KL] > args.target_kl:
+                        break
+
+            # 3. Log.
+            with watch.stage("logging"):
+                sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                writer.add_scalar("charts/SPS", sps, global_step)
+                if steady_sps:
+                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
+                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
+                # speed: columns of `data`
+                explained = 1 - (returns - values).var() / returns.var()
+                writer.add_scalar("losses/explained_variance", explained.item(), global_step)
+                for name, value in zip(METRICS, metrics.tolist(), strict=True):
+                    writer.add_scalar(f"losses/{name}", value, global_step)
+                shown = f"{steady_sps or sps:,.0f} steps/s"
+                if episodic_return is not None:
+                    shown += f", return {episodic_return:,.1f}"
+                bar.set_postfix_str(shown, refresh=False)
+                bar.update(global_step - bar.n)
+
+            # 4. Evaluate and save, now and then and at the end.
+            last = global_step >= total_timesteps
+            if due(args.eval_every) or last and (args.eval_every or args.capture_video):
+                with watch.stage("evaluation"):
+                    video = run_dir / "videos" / f"step-{global_step}" if films else None
+                    eval_return = evaluate(agent.model, normalizer, args, device, video)
+                    writer.add_scalar("charts/eval_return", eval_return, global_step)
+                    said = f"evaluation at step {global_step:,}: mean return {eval_return:,.1f}"
+                    bar.write(said, file=sys.stderr)
+            if due(args.checkpoint_every) or last and (args.checkpoint_every or args.save_model):
+                with watch.stage("checkpoint"):
+                    save()
+            watch.tick(global_step - start_step)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        bar.close()
+        envs.close()
+        report = watch.report()
+        if report["warmup_seconds"] is not None:
+            writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
+        writer.close()
+        (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
+        print(f"run directory: {run_dir}")
+    return run_dir
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, a flag that is not given is what it was in that run."""
+    args = tyro.cli(Args)
+    if args.resume is None:
+        return args
+    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
+    return tyro.cli(Args, default=Args(**checkpoint["args"]))
+
+
+def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
+    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
+    if not isinstance(error.exc_value, OSError):
+        threading.__excepthook__(error)
+
+
+if __name__ == "__main__":
+    threading.excepthook = print_unless_raised_again
+    try:
+        main(parse_args())
+    except OSError as error:  # runs/ is read-only, the disk is full
+        fail(f"the run stops: {error}")
