@@ -937,20 +937,21 @@ class PPO:
             x = np.tanh(x) if i < 4 else x
         return x
 
+    # speed: log-probabilities and values can wait: `prepare` has them for all steps in one call
     def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """obs (N, O), standard normal noise (N, A) -> actions (N, A)."""
-        # speed: log-probabilities and values can wait: `prepare` has them for all steps in one call
         return self.forward("actor_mean", obs) + np.exp(self.acting["actor_logstd"]) * noise
 
+    # speed: as `act`
     def value(self, obs: np.ndarray) -> np.ndarray:
         """obs (N, O) -> values (N,)."""
-        # speed: as `act`
         return self.forward("critic", obs)[:, 0]
 
+    # speed: the policy has not changed, so one call computes what it would have said
     def prepare(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """A rollout -> returns (B,) and values (B,), and its B = T N steps in `data`."""
         with torch.no_grad():
-            # speed: the policy has not changed, so one call computes what it would have said
+            # speed: the device's side of what NumPy has filled
             obs, actions, rewards, ended, final_values = (
                 tensor for _, tensor in rollout.tensors.values()
             )
@@ -969,10 +970,11 @@ class PPO:
             self.data.copy_(torch.cat(columns, dim=-1).flatten(0, 1))
             return returns.flatten(), values.flatten()
 
+    # speed: pure functions of the parameters' views; nothing that the compiler cannot see
     def update(self, index: torch.Tensor) -> torch.Tensor:
         """One gradient step on the rows of `data` in index (B,) -> METRICS (6,)."""
-        # speed: pure functions of the parameters' views; nothing that the compiler cannot see
         with torch.no_grad():
+            # speed: one gather, one vector of gradients
             obs, actions, *scalars = self.data.index_select(0, index).split(self.widths, dim=1)
             batch = Batch(obs, actions, *(x.squeeze(1) for x in scalars))
             gradients, metrics = torch.func.grad(self.loss, has_aux=True)(self.views(), batch)
@@ -990,16 +992,17 @@ class PPO:
         model = partial(torch.func.functional_call, self.model, parameters)
         return ppo_loss(lambda obs: model((obs,)), batch, self.args)
 
+    # speed: the batch is in `data`
     def learn(self, permutations: torch.Tensor) -> torch.Tensor:
         """Epochs of minibatches in the order of permutations (E, B) -> the last METRICS (6,)."""
         for index in permutations.view(-1, permutations.shape[1] // self.args.num_minibatches):
-            # speed: the rows are in `data`
+            # speed: so its rows can be gathered within the update
             metrics = self.update(index)
         return metrics
 
 
+# speed: whatever runs on the device; `learn` calls the compiled update without unrolling
 def compile_agent(agent: PPO) -> None:
-    # speed: whatever runs on the device; `learn` calls the compiled update without unrolling
     """Compiles the preparation of a rollout and the update to one graph each."""
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
