@@ -7,7 +7,7 @@ usage() {
     cat <<'END'
 bash run.sh                      the quick speed-up table, in minutes; files in plots/out/
 bash run.sh --full               the published table: every script and row, 3 seeds at full length
-bash run.sh field [arguments]    SAC against other libraries; arguments go to plots/field.py
+bash run.sh field [arguments]    against other libraries; --algorithm sac, td3 or ppo
 bash run.sh test [arguments]     the tests; arguments go to pytest
 bash run.sh --help               this text
 

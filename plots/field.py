@@ -1,21 +1,25 @@
-"""The field benchmark: how fast SAC is here and in other libraries, on the same machine.
+"""The field benchmark: how fast an algorithm is here and in other libraries, on the same machine.
 
     bash run.sh field                               makes .venv-field first, then calls this
-    python plots/field.py --rounds 3 --steps 3000 --field-python .venv-field/bin/python
+    bash run.sh field --algorithm ppo --rounds 3
+    python plots/field.py --algorithm td3 --steps 3000 --field-python .venv-field/bin/python
 
-Stable-Baselines3 (PyTorch) and SBX (JAX, compiled), each with its own defaults, against our
-baseline, the variant eager and the variant with --compile: HalfCheetah-v5, one environment, batches
-of 256, one update per step, the same number of steps, of which the first 500 are random. One
-process at a time, in rounds (A B C D E, A B C D E), round n with seed n. All use as many threads as
-they choose, and a GPU if their build of torch or JAX has one.
+Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the variant eager and the
+variant with --compile: HalfCheetah-v5, one environment, the same number of steps. SAC and TD3: one
+update per step on 256 transitions, networks of 256-256, the first 500 steps random. PPO: rollouts
+of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours normalizes observations
+and rewards. All else is each library's default. One process at a time, in rounds (A B C D E,
+A B C D E), round n with seed n. All use as many threads as they choose, and a GPU if their build of
+torch or JAX has one.
 
     steps/s         median over the rounds, and range, after the warm-up: for ours the stopwatch's
-                    steady window, for the others from 1,000 steps after learning starts to the end
+                    steady window, for the others from 1,000 steps after learning starts to the end,
+                    for all in PPO from the fourth rollout
     of SB3          median over the rounds of steps/s divided by SB3's in the same round
     warm-up s       median seconds from the program's own start, imports done, to that window. It
-                    has 1,000 steps with updates for the others and a hundred for ours
+                    has 1,000 steps with updates for the others and a hundred for ours (not in PPO)
 
-Written to plots/out/: field.md, field.json, and logs/. Exit status 1 if a run failed.
+Written to plots/out/: field_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
 """
 
 import argparse
@@ -25,19 +29,48 @@ import signal
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-LEARNING_STARTS = 500
-STEADY_AFTER = 1000  # steps with updates, in the libraries; JAX has long compiled by then
-BATCH_SIZE = 256
 ENV_ID = "HalfCheetah-v5"
-SAC = "leanrl/sac_continuous_action"
 LIBRARIES = {"Stable-Baselines3": "sb3", "SBX": "sbx"}
-OURS = {
-    "LeanRL baseline": [f"{SAC}.py"],
-    "LeanRL eager": [f"{SAC}_torchcompile.py"],
-    "LeanRL compile": [f"{SAC}_torchcompile.py", "--compile"],
+OURS = {  # name -> what follows leanrl/ALGORITHM_continuous_action
+    "LeanRL baseline": [".py"],
+    "LeanRL eager": ["_torchcompile.py"],
+    "LeanRL compile": ["_torchcompile.py", "--compile"],
+}
+
+
+@dataclass
+class Algorithm:
+    """What all entrants are told, in their own words, and where the libraries' window starts."""
+
+    theirs: dict
+    ours: dict
+    steps: int
+    steady_after: int  # steps, in the libraries; JAX has long compiled by then
+
+
+OFF_POLICY = Algorithm(
+    theirs={
+        "learning_starts": 500,
+        "batch_size": 256,
+        "policy_kwargs": {"net_arch": [256, 256]},
+    },
+    ours={"--learning-starts": 500, "--batch-size": 256},
+    steps=3000,
+    steady_after=1500,
+)
+ALGORITHMS = {
+    "sac": OFF_POLICY,
+    "td3": OFF_POLICY,
+    "ppo": Algorithm(
+        theirs={"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}},
+        ours={},
+        steps=14 * 2048,
+        steady_after=3 * 2048,
+    ),
 }
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "numpy")
 
@@ -52,37 +85,38 @@ def versions() -> dict:
     return found
 
 
-def work(library: str, steps: int, seed: int) -> None:
+def work(library: str, algorithm: str, steps: int, seed: int) -> None:
     """The worker, in the field's python: trains and prints what it measured as its last line."""
+    import importlib
+
     import torch
     from stable_baselines3.common.callbacks import BaseCallback
 
     if library == "sbx":
         import jax
-        from sbx import SAC
 
         device = str(jax.devices()[0])
     else:
-        from stable_baselines3 import SAC
-
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
     class Clock(BaseCallback):
         start = None
 
         def _on_step(self) -> bool:
-            if self.num_timesteps == LEARNING_STARTS + STEADY_AFTER:
+            if self.start is None and self.num_timesteps >= settings.steady_after:
+                self.first = self.num_timesteps
                 self.start = time.perf_counter()
             if self.num_timesteps % 100 == 0:  # for the parent's bar
                 print(f"{self.num_timesteps}/{steps} [", file=sys.stderr, flush=True)
             return True
 
-    clock, born = Clock(), time.perf_counter()
-    settings = {"learning_starts": LEARNING_STARTS, "batch_size": BATCH_SIZE, "seed": seed}
-    SAC("MlpPolicy", ENV_ID, **settings).learn(steps, callback=clock)
+    settings, born = ALGORITHMS[algorithm], time.perf_counter()
+    clock, module = Clock(), {"sb3": "stable_baselines3", "sbx": "sbx"}[library]
+    make = getattr(importlib.import_module(module), algorithm.upper())
+    agent = make("MlpPolicy", ENV_ID, seed=seed, **settings.theirs).learn(steps, callback=clock)
     seconds = time.perf_counter() - clock.start
     result = {
-        "sps_steady": (steps - LEARNING_STARTS - STEADY_AFTER) / seconds,
+        "sps_steady": (agent.num_timesteps - clock.first) / seconds,
         "warmup_seconds": clock.start - born,
         "device": device,
         "torch_threads": torch.get_num_threads(),
@@ -98,14 +132,18 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
 
     import speedup
 
-    log = options.out / "logs" / f"field-{entrant.replace(' ', '-')}-seed-{seed}.log"
+    name = f"field-{options.algorithm}-{entrant.replace(' ', '-')}-seed-{seed}.log"
+    log = options.out / "logs" / name
     if entrant in LIBRARIES:
-        worker = ["--worker", LIBRARIES[entrant], "--steps", str(options.steps)]
+        worker = ["--worker", LIBRARIES[entrant], "--algorithm", options.algorithm]
+        worker += ["--steps", str(options.steps)]
         command = [options.field_python, "plots/field.py", *worker, "--seed", str(seed)]
     else:
-        flags = {"--env-id": ENV_ID, "--learning-starts": LEARNING_STARTS, "--seed": seed}
-        flags |= {"--batch-size": BATCH_SIZE, "--total-timesteps": options.steps}
-        command = [sys.executable, *OURS[entrant]]
+        flags = {"--env-id": ENV_ID, "--seed": seed, "--total-timesteps": options.steps}
+        flags |= ALGORITHMS[options.algorithm].ours
+        suffix, *switches = OURS[entrant]
+        script = f"leanrl/{options.algorithm}_continuous_action{suffix}"
+        command = [sys.executable, script, *switches]
         command += [str(part) for flag in flags.items() for part in flag]
     load = os.getloadavg()
     status = speedup.run_logged(command, log, progress, {"PYTHONUNBUFFERED": "1"})
@@ -177,17 +215,19 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3000, help="environment steps per run")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
+    parser.add_argument("--steps", type=int, help="environment steps per run; sac, td3: 3000")
     parser.add_argument("--field-python", default=".venv-field/bin/python")
     parser.add_argument("--out", type=Path, default=root / "plots/out", help="folder of the report")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
-    least = LEARNING_STARTS + STEADY_AFTER
+    options.steps = options.steps or ALGORITHMS[options.algorithm].steps
+    least = ALGORITHMS[options.algorithm].steady_after
     if options.steps <= least:
         parser.error(f"--steps {options.steps}: the first {least} are warm-up")
     if options.worker:
-        work(options.worker, options.steps, options.seed)
+        work(options.worker, options.algorithm, options.steps, options.seed)
         return 0
     if not (root / options.field_python).exists():
         parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
@@ -224,7 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
         hardware, rows = speedup.machine(configs), summarize(rounds)
         loads = [result["load_average"][0] for result in results]
         hardware["load_average_1min"] = {"min": min(loads), "max": max(loads)}
-        command = f"python plots/field.py --rounds {options.rounds} --steps {options.steps}"
+        command = f"python plots/field.py --algorithm {options.algorithm} "
+        command += f"--rounds {options.rounds} --steps {options.steps}"
         above = [f"Field benchmark: {command}", *speedup.describe(hardware)]
         above.append(f"{ENV_ID}, {options.steps:,} environment steps per run")
         for library in LIBRARIES:
@@ -235,7 +276,8 @@ def main(arguments: list[str] | None = None) -> int:
         record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
         record |= {"rounds": rounds, "failures": failures}
         below = [f"logs: {speedup.shown(options.out / 'logs')}/"]
-        speedup.write_report(options.out / "field", above, cells(rows), below, record, labels=1)
+        report = options.out / f"field_{options.algorithm}"
+        speedup.write_report(report, above, cells(rows), below, record, labels=1)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return int(bool(failures))
