@@ -914,7 +914,12 @@ class PPO:
     # speed: once per rollout, so that acting needs no device
     def publish(self) -> None:
         """Copies the parameters to where `act` and `value` read them."""
-        self.acting = {name: view.cpu().numpy().T.copy() for name, view in self.views().items()}
+        arrays = {name: view.cpu().numpy().T.copy() for name, view in self.views().items()}
+        self.actor_layers, self.critic_layers = (
+            [(arrays[f"{network}.{i}.weight"], arrays[f"{network}.{i}.bias"]) for i in (0, 2, 4)]
+            for network in ("actor_mean", "critic")
+        )
+        self.std = np.exp(arrays["actor_logstd"])
 
     def state_dict(self) -> dict:
         """Everything that updates change."""
@@ -929,23 +934,23 @@ class PPO:
         self.optimizer.lr.fill_(learning_rate)
 
     # speed: three products of a vector are over before PyTorch has dispatched the first
-    def forward(self, network: str, obs: np.ndarray) -> np.ndarray:
-        """One of the model's networks in NumPy."""
-        x, layers = obs, self.acting
-        for i in (0, 2, 4):
-            x = x @ layers[f"{network}.{i}.weight"] + layers[f"{network}.{i}.bias"]
-            x = np.tanh(x) if i < 4 else x
-        return x
+    @staticmethod
+    def forward(layers: list[tuple[np.ndarray, np.ndarray]], obs: np.ndarray) -> np.ndarray:
+        """A network of the model in NumPy: obs (N, O) -> output of the last layer (N, .)."""
+        *hidden, (weight, bias) = layers
+        for hidden_weight, hidden_bias in hidden:
+            obs = np.tanh(obs @ hidden_weight + hidden_bias)
+        return obs @ weight + bias
 
     # speed: log-probabilities and values can wait: `prepare` has them for all steps in one call
     def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """obs (N, O), standard normal noise (N, A) -> actions (N, A)."""
-        return self.forward("actor_mean", obs) + np.exp(self.acting["actor_logstd"]) * noise
+        return self.forward(self.actor_layers, obs) + self.std * noise
 
     # speed: as `act`
     def value(self, obs: np.ndarray) -> np.ndarray:
         """obs (N, O) -> values (N,)."""
-        return self.forward("critic", obs)[:, 0]
+        return self.forward(self.critic_layers, obs)[:, 0]
 
     # speed: the policy has not changed, so one call computes what it would have said
     def prepare(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -970,7 +975,8 @@ class PPO:
             self.data.copy_(torch.cat(columns, dim=-1).flatten(0, 1))
             return returns.flatten(), values.flatten()
 
-    # speed: pure functions of the parameters' views; nothing that the compiler cannot see
+    # speed: pure functions of the parameters' views, nothing that the compiler cannot see. Four steps
+    # per compiled call would save 15% of their time on a CPU and cost 15 s more of compilation
     def update(self, index: torch.Tensor) -> torch.Tensor:
         """One gradient step on the rows of `data` in index (B,) -> METRICS (6,)."""
         with torch.no_grad():
