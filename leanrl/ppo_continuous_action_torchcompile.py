@@ -975,7 +975,7 @@ class PPO:
             self.data.copy_(torch.cat(columns, dim=-1).flatten(0, 1))
             return returns.flatten(), values.flatten()
 
-    # speed: pure functions of the parameters' views, nothing that the compiler cannot see. Four steps
+    # speed: pure functions of the parameters' views, nothing hidden from the compiler. Four steps
     # per compiled call would save 15% of their time on a CPU and cost 15 s more of compilation
     def update(self, index: torch.Tensor) -> torch.Tensor:
         """One gradient step on the rows of `data` in index (B,) -> METRICS (6,)."""
