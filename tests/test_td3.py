@@ -304,7 +304,7 @@ def test_one_update_agrees(compiled):
 
 @pytest.fixture
 def float64():
-    """Long comparisons need it: in float32 updates do not stay close to updates.
+    """Long comparisons need it: in float32 even an algorithm and itself drift apart.
 
     Where a hidden unit is about to switch, its last bit decides whether Adam moves its weights by a
     whole learning rate: the baseline and itself, one rounding away, can end 1e-3 apart.
