@@ -10,7 +10,9 @@ what the shapes mean; the hunks that differ start with `# speed:` and say what t
 is the same to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes
 on. The first rollouts pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
 
-Measured: not yet.
+Measured (plots/results/): HalfCheetah-v5, 1 M steps, seed 1: mean return 3,536 over the last 10
+episodes. 4,347 steps/s with --compile on 2 cores of an AMD EPYC (Zen 4), 3.6 times the baseline,
+after 6 s of warm-up with a warm compiler cache. On a GPU: not measured.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph

@@ -10,7 +10,8 @@ what the shapes mean; the hunks that differ start with `# speed:` and say what t
 is the same to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes
 on. The first updates pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
 
-Measured: not yet.
+Measured (plots/results/): 157 steps/s with --compile on 2 cores of an AMD EPYC (Zen 4), 1.24 times
+the baseline. On a GPU: not measured.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments

@@ -29,7 +29,16 @@ SCRIPTS = {
         td3_continuous_action_torchcompile,
     )
 }
-OTHER_FLAGS = {"--help", "--logdir", "--stamp", "--check", "--slow", "--full", "--no-cuda"}
+OTHER_FLAGS = {
+    "--algorithm",
+    "--help",
+    "--logdir",
+    "--stamp",
+    "--check",
+    "--slow",
+    "--full",
+    "--no-cuda",
+}
 
 
 def test_paths_exist():
