@@ -579,7 +579,7 @@ def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vect
         return Repeatable(gym.wrappers.RecordEpisodeStatistics(env))
 
     try:
-        # speed: see there
+        # speed: 35 us per step of one environment less than its parent
         envs = LeanVectorEnv(
             [partial(make_env, i) for i in range(num_envs)],
             autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
