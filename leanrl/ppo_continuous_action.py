@@ -530,12 +530,11 @@ class Repeatable(gym.Wrapper):
 
     def repeat(self, state: dict) -> np.ndarray:
         """Goes through the episode of `state` again -> its last observation (O,)."""
-        seed = None
         if isinstance(state["origin"], int):
-            seed = state["origin"]
+            obs, _ = self.reset(seed=state["origin"])
         else:
             self.np_random.bit_generator.state = state["origin"]
-        obs, _ = self.reset(seed=seed)
+            obs, _ = self.reset()
         for action in state["actions"].numpy():
             obs = self.step(action)[0]
         return obs
@@ -634,10 +633,8 @@ class Normalizer:
     """
 
     def __init__(self, num_envs: int, obs_dim: int, gamma: float):
-        self.obs_stats, self.return_stats = (
-            RunningMeanStd(num_envs, obs_dim),
-            RunningMeanStd(num_envs),
-        )
+        self.obs_stats = RunningMeanStd(num_envs, obs_dim)
+        self.return_stats = RunningMeanStd(num_envs)
         self.returns, self.gamma = np.zeros(num_envs), gamma
 
     def observe(self, obs: np.ndarray, envs: np.ndarray | slice = slice(None)) -> np.ndarray:
@@ -663,12 +660,10 @@ class Normalizer:
         return np.minimum(np.maximum(scaled, -10), 10).astype(np.float32)
 
     def state_dict(self) -> dict:
-        stats = {"obs": vars(self.obs_stats), "return": vars(self.return_stats)}
-        return {
-            f"{of}_{name}": torch.from_numpy(array.copy())
-            for of, arrays in (stats | {"discounted": {"returns": self.returns}}).items()
-            for name, array in arrays.items()
-        }
+        arrays = {f"obs_{name}": array for name, array in vars(self.obs_stats).items()}
+        arrays |= {f"return_{name}": array for name, array in vars(self.return_stats).items()}
+        arrays["discounted_returns"] = self.returns
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
     def load_state_dict(self, state: dict) -> None:
         for name in ("mean", "var", "count"):
@@ -1116,10 +1111,10 @@ def main(args: Args) -> Path:
             for t in range(args.num_steps):
                 with watch.stage("inference"):
                     obs_tensor = torch.from_numpy(obs).to(device, non_blocking=True)
-                    action_tensor, log_probs, values = agent.act(obs_tensor, noise[t])
-                    actions = np.clip(action_tensor.cpu().numpy(), low, high)
+                    actions, log_probs, values = agent.act(obs_tensor, noise[t])
+                    clipped = np.clip(actions.cpu().numpy(), low, high)
                 with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+                    next_obs, rewards, terminated, truncated, infos = envs.step(clipped)
 
                 # Where an episode ended, next_obs is already the next episode's first.
                 with watch.stage("replay"):
@@ -1128,7 +1123,7 @@ def main(args: Args) -> Path:
                         last_obs = next_obs.copy()
                         for i in np.flatnonzero(ended):
                             last_obs[i] = infos["final_obs"][i]
-                    rollout.obs[t], rollout.actions[t] = obs_tensor, action_tensor
+                    rollout.obs[t], rollout.actions[t] = obs_tensor, actions
                     rollout.log_probs[t], rollout.values[t] = log_probs, values
                     rewards = normalizer.reward(rewards, terminated)
                     rollout.rewards[t] = torch.as_tensor(rewards, dtype=torch.float32)

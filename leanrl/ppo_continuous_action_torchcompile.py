@@ -533,18 +533,17 @@ class Repeatable(gym.Wrapper):
 
     def repeat(self, state: dict) -> np.ndarray:
         """Goes through the episode of `state` again -> its last observation (O,)."""
-        seed = None
         if isinstance(state["origin"], int):
-            seed = state["origin"]
+            obs, _ = self.reset(seed=state["origin"])
         else:
             self.np_random.bit_generator.state = state["origin"]
-        obs, _ = self.reset(seed=seed)
+            obs, _ = self.reset()
         for action in state["actions"].numpy():
             obs = self.step(action)[0]
         return obs
 
 
-# speed: two thirds of what Gymnasium's class costs is copying, and merging infos that nobody reads
+# speed: most of what Gymnasium's class costs is copying, and merging infos that nobody reads
 class LeanVectorEnv(gym.vector.SyncVectorEnv):
     """Steps as its parent does in `SAME_STEP` mode, but returns infos of ended episodes alone."""
 
@@ -655,10 +654,8 @@ class Normalizer:
     """
 
     def __init__(self, num_envs: int, obs_dim: int, gamma: float):
-        self.obs_stats, self.return_stats = (
-            RunningMeanStd(num_envs, obs_dim),
-            RunningMeanStd(num_envs),
-        )
+        self.obs_stats = RunningMeanStd(num_envs, obs_dim)
+        self.return_stats = RunningMeanStd(num_envs)
         self.returns, self.gamma = np.zeros(num_envs), gamma
 
     def observe(self, obs: np.ndarray, envs: np.ndarray | slice = slice(None)) -> np.ndarray:
@@ -698,12 +695,10 @@ class Normalizer:
         return np.minimum(np.maximum(scaled, -10), 10).astype(np.float32)
 
     def state_dict(self) -> dict:
-        stats = {"obs": vars(self.obs_stats), "return": vars(self.return_stats)}
-        return {
-            f"{of}_{name}": torch.from_numpy(array.copy())
-            for of, arrays in (stats | {"discounted": {"returns": self.returns}}).items()
-            for name, array in arrays.items()
-        }
+        arrays = {f"obs_{name}": array for name, array in vars(self.obs_stats).items()}
+        arrays |= {f"return_{name}": array for name, array in vars(self.return_stats).items()}
+        arrays["discounted_returns"] = self.returns
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
     def load_state_dict(self, state: dict) -> None:
         for name in ("mean", "var", "count"):
@@ -762,21 +757,20 @@ class Rollout:
     def __init__(
         self, steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device
     ):
-        # speed: filled by NumPy on the CPU, ten times as fast as tensors of one row, and copied to
-        # the device once; obs has a row more, for what follows the last step
-        widths = {"obs": obs_dim, "actions": action_dim, "rewards": 0, "ended": 0}
-        self.host, self.tensors = {}, {}
-        for name, width in (widths | {"final_values": 0}).items():
-            shape = (steps + (name == "obs"), num_envs, *([width] if width else []))
-            host = torch.zeros(shape, pin_memory=device.type == "cuda")
-            self.tensors[name] = (host, host.to(device))  # on a CPU one and the same
-            self.host[name] = host.numpy()
+        # speed: filled by NumPy on the CPU, without PyTorch's dispatch, and copied to the device
+        # once; obs has a row more, for what follows the last step
+        shapes = {"obs": (steps + 1, num_envs, obs_dim), "actions": (steps, num_envs, action_dim)}
+        shapes |= dict.fromkeys(("rewards", "ended", "final_values"), (steps, num_envs))
+        pinned = device.type == "cuda"
+        self.source = {name: torch.zeros(s, pin_memory=pinned) for name, s in shapes.items()}
+        self.host = {name: tensor.numpy() for name, tensor in self.source.items()}
+        self.tensors = {name: tensor.to(device) for name, tensor in self.source.items()}
 
     # speed: does not wait; the next rollout starts after metrics that wait for all of it
     def upload(self) -> None:
         """Brings the steps to the device."""
-        for host, tensor in self.tensors.values():
-            tensor.copy_(host, non_blocking=True)
+        for name, tensor in self.tensors.items():  # on a CPU they are the same
+            tensor.copy_(self.source[name], non_blocking=True)
 
 
 def gaussian_log_prob(
@@ -861,10 +855,8 @@ class Adam:
     def __init__(self, parameters: torch.Tensor, lr: float, betas=(0.9, 0.999), eps=1e-8):
         self.parameters, self.eps, device = parameters, eps, parameters.device
         self.exp_avg, self.exp_avg_sq = (torch.zeros_like(parameters) for _ in betas)
-        self.betas, self.beta_powers = (
-            torch.tensor(betas, device=device),
-            torch.ones(2, device=device),
-        )
+        self.betas = torch.tensor(betas, device=device)
+        self.beta_powers = torch.ones_like(self.betas)
         self.beta1, self.beta2 = betas
         self.lr = torch.tensor(lr, device=device)
 
@@ -935,7 +927,7 @@ class PPO:
         # speed: a tensor, which compiled code and graphs read anew
         self.optimizer.lr.fill_(learning_rate)
 
-    # speed: three products of a vector are over before PyTorch has dispatched the first
+    # speed: for a few rows PyTorch's dispatch costs more than the arithmetic; NumPy has less of it
     @staticmethod
     def forward(layers: list[tuple[np.ndarray, np.ndarray]], obs: np.ndarray) -> np.ndarray:
         """A network of the model in NumPy: obs (N, O) -> output of the last layer (N, .)."""
@@ -959,9 +951,7 @@ class PPO:
         """A rollout -> returns (B,) and values (B,), and its B = T N steps in `data`."""
         with torch.no_grad():
             # speed: the device's side of what NumPy has filled
-            obs, actions, rewards, ended, final_values = (
-                tensor for _, tensor in rollout.tensors.values()
-            )
+            obs, actions, rewards, ended, final_values = rollout.tensors.values()
             mean, log_std, values = self.model(obs)
             # speed: the last row is what follows the rollout, so that it needs no call of its own
             log_probs = gaussian_log_prob(actions, mean[:-1], log_std)
@@ -1280,9 +1270,8 @@ def main(args: Args) -> Path:
                 with watch.stage("inference"):
                     # speed: without PyTorch
                     actions = agent.act(obs, noise[t])
-                    clipped = np.minimum(np.maximum(actions, low), high)
+                    clipped = np.clip(actions, low, high)
                 with watch.stage("simulation"):
-                    # speed: np.clip takes five times as long
                     next_obs, rewards, terminated, truncated, infos = envs.step(clipped)
 
                 # Where an episode ended, next_obs is already the next episode's first.

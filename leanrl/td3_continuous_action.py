@@ -527,12 +527,11 @@ class Repeatable(gym.Wrapper):
 
     def repeat(self, state: dict) -> np.ndarray:
         """Goes through the episode of `state` again -> its last observation (O,)."""
-        seed = None
         if isinstance(state["origin"], int):
-            seed = state["origin"]
+            obs, _ = self.reset(seed=state["origin"])
         else:
             self.np_random.bit_generator.state = state["origin"]
-        obs, _ = self.reset(seed=seed)
+            obs, _ = self.reset()
         for action in state["actions"].numpy():
             obs = self.step(action)[0]
         return obs
