@@ -1,6 +1,5 @@
 """PPO, both scripts: mathematics, parity, normalization, whole runs, resume, learning."""
 
-import difflib
 import math
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from test_resume import assert_same, command_line, read_checkpoint, scalars
 from test_sac import TwoEnds, read_run, run
+from test_sac_parity import assert_hunks_are_marked
 
 from leanrl import ppo_continuous_action as baseline
 from leanrl import ppo_continuous_action_torchcompile as variant
@@ -325,20 +325,7 @@ def test_no_graph_break_and_no_recompilation():
 
 
 def test_differing_hunks_are_marked():
-    """Each hunk in which the variant differs starts with `# speed:`, but for the docstring."""
-    texts = []
-    for script in (baseline, variant):
-        source = Path(script.__file__).read_text()
-        texts.append(source[source.index('"""', 3) + 3 :].splitlines())
-    hunks = []
-    for kind, i1, i2, j1, j2 in difflib.SequenceMatcher(None, *texts, False).get_opcodes():
-        lines = [line.strip() for line in texts[1][j1:j2] if line.strip()]
-        imports = all(line.startswith(("import ", "from ")) for line in texts[0][i1:i2] + lines)
-        if kind != "equal" and not (hunks and imports):
-            hunks.append(lines)
-    assert len(hunks) > 5
-    for lines in hunks:
-        assert lines and lines[0].startswith("# speed: "), "\n".join(lines)
+    assert_hunks_are_marked(baseline, variant)
 
 
 # Whole runs

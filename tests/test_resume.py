@@ -18,7 +18,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_sac import read_scalars, run
 
 from leanrl import sac_continuous_action as baseline
 from leanrl import sac_continuous_action_torchcompile as variant
@@ -52,13 +52,8 @@ def read_checkpoint(run_dir: Path) -> dict:
 
 
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """{tag: [(step, value), ...]} as TensorBoard shows them, without those that tell time."""
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-        if tag not in CLOCK
-    }
+    """What TensorBoard shows, without what tells time."""
+    return {tag: rows for tag, rows in read_scalars(run_dir).items() if tag not in CLOCK}
 
 
 def assert_same(one, other, path="checkpoint", tolerance=0.0):
@@ -202,9 +197,7 @@ def test_an_episode_that_cannot_be_repeated_starts_afresh_and_says_so(module, ca
 
 def command_line(module, *flags, **kwargs):
     """Runs a script; its own lines (no progress bar) of standard error."""
-    done = subprocess.run(
-        [sys.executable, module.__file__, *flags], capture_output=True, text=True, **kwargs
-    )
+    done = run(Path.cwd(), Path(module.__file__).name, *flags, check=False, **kwargs)
     lines = done.stderr.replace("\r", "\n").splitlines()
     return done, [line for line in lines if re.match("error|warning|Traceback|check|eval", line)]
 

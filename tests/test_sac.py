@@ -40,18 +40,22 @@ def run(tmp_path, name, *flags, check=True, **kwargs):
     )
 
 
-def read_run(tmp_path):
-    """The one run under tmp_path: directory, config, stages, scalars {tag: [(step, value)]}."""
-    (run_dir,) = (tmp_path / "runs").iterdir()
+def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """{tag: [(step, value), ...]} as TensorBoard shows them."""
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    scalars = {
+    return {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
+
+
+def read_run(tmp_path):
+    """The one run under tmp_path: directory, config, stages, scalars."""
+    (run_dir,) = (tmp_path / "runs").iterdir()
     config, stages = (
         json.loads((run_dir / name).read_text()) for name in ("config.json", "stages.json")
     )
-    return run_dir, config, stages, scalars
+    return run_dir, config, stages, read_scalars(run_dir)
 
 
 # Mathematics

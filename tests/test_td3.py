@@ -503,8 +503,8 @@ def test_a_checkpoint_of_sac_is_refused_by_both_names(module, monkeypatch, capsy
 # What is the same
 
 
-def test_differing_hunks_are_marked(sac_tests_on_td3):
-    test_sac_parity.test_differing_hunks_are_marked()
+def test_differing_hunks_are_marked():
+    test_sac_parity.assert_hunks_are_marked(baseline, variant)
 
 
 @cache
