@@ -13,7 +13,7 @@ bash run.sh --help               this text
 
 An active environment (venv or conda) is used as it is, and gets only the packages that it lacks.
 Otherwise the first call makes .venv and installs requirements/requirements.txt there, for the
-tests with the extras wandb.txt and video.txt.
+tests with wandb.txt, video.txt and test.txt.
 END
 }
 
@@ -115,7 +115,7 @@ if [[ $command == --help || $command == -h ]]; then
     exit
 fi
 needs=(requirements/requirements.txt)
-[[ $command != test ]] || needs+=(requirements/{wandb,video}.txt) # tests cover the extras as well
+[[ $command != test ]] || needs+=(requirements/{wandb,video,test}.txt) # tests cover the extras as well
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
     quick | --full) exec "$python" plots/speedup.py "--${command#--}" ;;

@@ -198,6 +198,75 @@ def test_only_a_truncation_bootstraps_from_its_final_observation(module, monkeyp
 # Parity
 
 
+def test_an_iteration_is_that_of_stable_baselines3():
+    """Advantages, 2 epochs of 4 minibatches: equal parameters after, where the settings coincide.
+
+    Its coefficient of the value loss has no half in it, and the value is not clipped. It bootstraps
+    at a truncation by adding the discounted value of the final observation to the reward.
+    """
+    sb3 = pytest.importorskip("stable_baselines3")
+    args = baseline.Args(
+        num_steps=64, num_minibatches=4, update_epochs=2, ent_coef=0.01, clip_vloss=False
+    )
+    theirs = sb3.PPO(
+        "MlpPolicy", "Pendulum-v1", n_steps=64, batch_size=16, n_epochs=2, ent_coef=0.01,
+        vf_coef=0.5 * args.vf_coef, learning_rate=args.learning_rate, device="cpu",
+    )  # fmt: skip
+    theirs.set_logger(sb3.common.logger.Logger(None, []))
+    mine = baseline.PPO(args, 3, 1, CPU)
+    policy = theirs.policy
+    layers = (
+        *(policy.mlp_extractor.value_net[i] for i in (0, 2)), policy.value_net,
+        *(policy.mlp_extractor.policy_net[i] for i in (0, 2)), policy.action_net,
+    )  # fmt: skip
+    counterparts = [policy.log_std, *(p for layer in layers for p in layer.parameters())]
+    parameters = list(zip(mine.model.parameters(), counterparts, strict=True))
+    torch.manual_seed(0)
+    for parameter, counterpart in parameters:
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+        counterpart.data.copy_(parameter)
+    initial = [parameter.detach().clone() for parameter, _ in parameters]
+
+    generator = np.random.default_rng(0)
+    obs, actions = generator.normal(size=(2, 65, 1, 3)).astype(np.float32)
+    actions, rewards = torch.tensor(actions[:64, :, :1]), generator.normal(size=(64, 1))
+    terminated, truncated = generator.random((2, 64, 1)) < 0.1
+    finals = np.where(truncated & ~terminated, generator.normal(size=(64, 1)), 0)
+    rollout = baseline.Rollout(64, 1, 3, 1, CPU)
+    rollout.obs.copy_(torch.tensor(obs[:64]))
+    rollout.actions.copy_(actions)
+    with torch.no_grad():
+        mean, log_std, values = mine.model(torch.tensor(obs))
+        # of a policy that has moved since, so that ratios are clipped
+        log_probs = baseline.gaussian_log_prob(actions, mean[:64] + 0.3, log_std)
+    for name, value in (
+        ("log_probs", log_probs), ("values", values[:64]), ("rewards", rewards),
+        ("ended", terminated | truncated), ("final_values", finals),
+    ):  # fmt: skip
+        getattr(rollout, name).copy_(torch.as_tensor(value))
+    ended = terminated | truncated
+    for t in range(64):
+        started = ended[t - 1] if t else np.ones(1)
+        reward = rewards[t] + args.gamma * finals[t]
+        theirs.rollout_buffer.add(
+            obs[t], actions[t].numpy(), reward, started, values[t], log_probs[t]
+        )
+    theirs.rollout_buffer.compute_returns_and_advantage(values[64], ended[63])
+
+    batch = mine.prepare(rollout, values[64])
+    advantages = theirs.rollout_buffer.advantages.ravel()
+    np.testing.assert_allclose(batch.advantages, advantages, atol=1e-5)
+    np.random.seed(0)
+    permutations = np.stack([np.random.permutation(64) for _ in range(2)])
+    metrics = mine.learn(batch, torch.tensor(permutations))
+    np.random.seed(0)
+    theirs.train()
+    assert 0.05 < metrics[5] < 0.95, "clipping is not part of the comparison"
+    for (parameter, counterpart), before in zip(parameters, initial, strict=True):
+        torch.testing.assert_close(parameter, counterpart, atol=1e-6, rtol=0)
+        assert (parameter - before).abs().mean() > 1e-4
+
+
 def make_pair(**flags):
     """A baseline agent and a variant agent with equal parameters that are not quite the initial."""
     torch.manual_seed(0)
