@@ -1,0 +1,300 @@
+"""What each trick buys: a variant against itself with one trick taken away, side by side.
+
+    python plots/ablation.py --algorithm ppo            minutes; files in plots/out/
+    python plots/ablation.py --algorithm td3 --rounds 3
+
+HalfCheetah-v5 with --compile (and --cudagraphs on a GPU), in rounds: the whole variant, then it with
+each trick replaced by what the baseline does, in a process of its own; round n with seed n. A trick
+that others rest on (one row per transition, gradients as values) cannot be taken away alone and is
+not in the table.
+
+    steps/s         median over the rounds, and range, of the stopwatch's steady window
+    of whole        median over the rounds of steps/s divided by the whole variant's in that round
+    worth           microseconds that the trick saves per environment step, median over the rounds
+    warm-up s       median seconds until that window
+
+Written to plots/out/: ablation_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
+"""
+
+import argparse
+import importlib
+import json
+import shlex
+import signal
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+WHOLE = "all tricks"
+SETTINGS = {
+    "sac": {"learning_starts": 500, "total_timesteps": 2_500},
+    "td3": {"learning_starts": 500, "total_timesteps": 2_500},
+    "ppo": {"total_timesteps": 20 * 2048},
+}
+
+
+def uncompiled(*names: str):
+    """A patch that leaves these methods of the agent as they are."""
+
+    def patch(module) -> None:
+        compile_agent = module.compile_agent
+
+        def compile_others(agent) -> None:
+            compile_agent(agent)
+            for name in names:
+                vars(agent).pop(name, None)  # the method of the class is not compiled
+
+        module.compile_agent = compile_others
+
+    return patch
+
+
+def patch_precision(module) -> None:
+    module.keeps_float32 = lambda precision: False
+
+
+def patch_replay(module) -> None:
+    """Five tensors, five gathers, a batch made anew."""
+    baseline = importlib.import_module(module.__name__.removesuffix("_torchcompile"))
+    module.ReplayBuffer = baseline.ReplayBuffer
+
+
+def patch_target(module) -> None:
+    """A call per tensor."""
+    import torch
+
+    def update_target(self) -> None:
+        with torch.no_grad():
+            for target, parameter in zip(self.target_parameters, self.parameters, strict=True):
+                target.lerp_(parameter, self.args.tau)
+
+    owner = module.SAC if hasattr(module, "SAC") else module.TD3
+    owner.update_target = update_target
+
+
+def patch_vector_env(module) -> None:
+    import gymnasium as gym
+
+    module.LeanVectorEnv = gym.vector.SyncVectorEnv
+
+
+def patch_acting(module) -> None:
+    """One call of the network's policy head in PyTorch."""
+    import torch
+
+    def act(self, obs, noise):
+        with torch.no_grad():
+            mean = self.model.actor_mean(torch.from_numpy(obs))
+            return (mean + self.model.actor_logstd.exp() * torch.from_numpy(noise)).numpy()
+
+    module.PPO.act = act
+
+
+def patch_acting_whole(module) -> None:
+    """Actions, log-probabilities and values at each step, in PyTorch, as the baseline has them."""
+    import torch
+
+    def act(self, obs, noise):
+        with torch.no_grad():
+            mean, log_std, _ = self.model(torch.from_numpy(obs))
+            actions = mean + log_std.exp() * torch.from_numpy(noise)
+            module.gaussian_log_prob(actions, mean, log_std)
+            return actions.numpy()
+
+    module.PPO.act = act
+
+
+def patch_rewards(module) -> None:
+    import numpy as np
+
+    def reward_all(self, rewards, terminated):
+        return np.stack([self.reward(*step) for step in zip(rewards, terminated, strict=True)])
+
+    module.Normalizer.reward_all = reward_all
+
+
+def patch_advantages(module) -> None:
+    """The recurrence, step by step; compiled it would be unrolled for minutes, so it is not."""
+    baseline = importlib.import_module(module.__name__.removesuffix("_torchcompile"))
+    module.compute_gae = baseline.compute_gae
+    uncompiled("prepare")(module)
+
+
+def patch_tanh(module) -> None:
+    import torch
+
+    compile_agent = module.compile_agent
+
+    def compile_with_default(agent) -> None:
+        compile_agent(agent)
+        torch._inductor.config.cpp.use_decompose_tanh = False
+
+    module.compile_agent = compile_with_default
+
+
+def patch_threads(module) -> None:
+    module.torch.set_num_threads = lambda threads: None
+
+
+OFF_POLICY = {
+    "oneDNN's matrix products on AMD": patch_precision,
+    "critic update compiled": uncompiled("update_critic"),
+    "actor update compiled": uncompiled("update_actor"),
+    "acting compiled": uncompiled("act"),
+    "replay in one tensor, one gather": patch_replay,
+    "targets in one call": patch_target,
+}
+TRICKS = {
+    "sac": OFF_POLICY,
+    "td3": OFF_POLICY,
+    "ppo": {
+        "update compiled": uncompiled("update"),
+        "preparation compiled": uncompiled("prepare"),
+        "advantages in log2(T) steps": patch_advantages,
+        "acting in NumPy": patch_acting,
+        "acting in NumPy; log-probabilities and values later": patch_acting_whole,
+        "rewards normalized by rollout": patch_rewards,
+        "lean vector environment": patch_vector_env,
+        "tanh by exp": patch_tanh,
+        "one thread": patch_threads,
+    },
+}
+
+
+def work(algorithm: str, trick: str, seed: int, steps: int) -> None:
+    """The worker: trains once, without `trick`."""
+    import torch
+
+    module = importlib.import_module(f"leanrl.{algorithm}_continuous_action_torchcompile")
+    if trick != WHOLE:
+        TRICKS[algorithm][trick](module)
+    settings = SETTINGS[algorithm] | {"total_timesteps": steps}
+    cudagraphs = torch.cuda.is_available()
+    module.main(module.Args(seed=seed, compile=True, cudagraphs=cudagraphs, **settings))
+
+
+def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dict:
+    """One run without `trick` -> its numbers; ValueError says what went wrong."""
+    import speedup
+
+    number = ["", *TRICKS[options.algorithm]].index("" if trick == WHOLE else trick)
+    log = options.out / "logs" / f"ablation-{options.algorithm}-{number}-seed-{seed}.log"
+    command = [sys.executable, "plots/ablation.py", "--algorithm", options.algorithm]
+    command += ["--worker", trick, "--seed", str(seed), "--steps", str(options.steps)]
+    status = speedup.run_logged(command, log, progress)
+    try:
+        if status:
+            raise ValueError(f"ended with exit status {status}")
+        run = speedup.read_run(speedup.run_directory(log))
+    except ValueError as reason:
+        where = f"see {speedup.shown(log)}:\n{speedup.last_lines(log)}"
+        raise ValueError(f"{trick!r} round {seed} {reason}, {where}") from None
+    result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
+    return result | {"command": shlex.join(["python", *command[1:]]), "config": run.config}
+
+
+def summarize(rounds: list[dict], tricks: list[str]) -> list[dict]:
+    """One dict per trick from rounds {trick: result}, in which a failed one is missing."""
+    from speedup import spread
+
+    rows = []
+    for trick in tricks:
+        pairs = [(r[trick], r[WHOLE]) for r in rounds if trick in r and WHOLE in r]
+        if not pairs:
+            rows.append({"without": trick, "skipped": "no finished run"})
+            continue
+        speeds = [(one["sps_steady"], whole["sps_steady"]) for one, whole in pairs]
+        rows.append(
+            {
+                "without": trick,
+                "sps_steady": spread([one for one, _ in speeds]),
+                "of_whole": statistics.median(one / whole for one, whole in speeds),
+                "worth_us": spread([1e6 / one - 1e6 / whole for one, whole in speeds]),
+                "warmup_seconds": spread([one["warmup_seconds"] for one, _ in pairs]),
+            }
+        )
+    return rows
+
+
+def cells(rows: list[dict]) -> list[list[str]]:
+    table = [["without", "steps/s", "min-max", "of whole", "worth us/step", "warm-up s"]]
+    for row in rows:
+        if "skipped" in row:
+            table.append([row["without"], f"skipped: {row['skipped']}", *[""] * 4])
+            continue
+        steady = row["sps_steady"]
+        table.append(
+            [
+                row["without"] if row["without"] != WHOLE else "(nothing)",
+                f"{steady['median']:,.0f}",
+                f"{steady['min']:,.0f}-{steady['max']:,.0f}",
+                f"{row['of_whole']:.2f}x",
+                f"{row['worth_us']['median']:,.0f}" if row["without"] != WHOLE else "",
+                f"{row['warmup_seconds']['median']:.1f}",
+            ]
+        )
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--algorithm", choices=TRICKS, default="ppo")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="environment steps per run")
+    parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
+    parser.add_argument("--worker", help="internal: one run, without this trick")
+    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
+    options = parser.parse_args(arguments)
+    options.steps = options.steps or SETTINGS[options.algorithm]["total_timesteps"]
+    if options.worker:
+        work(options.algorithm, options.worker, options.seed, options.steps)
+        return 0
+
+    import speedup
+    import tqdm
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    rounds, failures, tricks = [], [], [WHOLE, *TRICKS[options.algorithm]]
+    with tqdm.tqdm(total=options.rounds * len(tricks) * options.steps, unit="step") as bar:
+        try:
+            for seed in range(1, options.rounds + 1):
+                rounds.append({})
+                for trick in tricks:
+                    done = ((seed - 1) * len(tricks) + tricks.index(trick)) * options.steps
+                    bar.set_postfix_str(f"round {seed}/{options.rounds}: without {trick}")
+
+                    def progress(steps: int, done=done) -> None:
+                        bar.update(max(done + steps, bar.n) - bar.n)
+
+                    try:
+                        rounds[-1][trick] = measure(trick, seed, options, progress)
+                    except ValueError as failure:
+                        failures.append(str(failure))
+                    progress(options.steps)
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            return 130
+
+    configs = [result["config"] for results in rounds for result in results.values()]
+    if configs:
+        hardware, rows = speedup.machine(configs), summarize(rounds, tricks)
+        command = f"python plots/ablation.py --algorithm {options.algorithm} "
+        command += f"--rounds {options.rounds} --steps {options.steps}"
+        above = [f"Tricks taken away one at a time: {command}", *speedup.describe(hardware)]
+        above.append(f"HalfCheetah-v5, {options.steps:,} environment steps per run")
+        record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
+        record |= {"rounds": rounds, "failures": failures}
+        below = [f"logs: {speedup.shown(options.out / 'logs')}/"]
+        report = options.out / f"ablation_{options.algorithm}"
+        speedup.write_report(report, above, cells(rows), below, record, labels=1)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
