@@ -3,10 +3,10 @@
     python plots/ablation.py --algorithm ppo            minutes; files in plots/out/
     python plots/ablation.py --algorithm td3 --rounds 3
 
-HalfCheetah-v5 with --compile (and --cudagraphs on a GPU), in rounds: the whole variant, then it with
-each trick replaced by what the baseline does, in a process of its own; round n with seed n. A trick
-that others rest on (one row per transition, gradients as values) cannot be taken away alone and is
-not in the table.
+HalfCheetah-v5 with --compile (on a GPU --cudagraphs too), in rounds: the whole variant, then without
+one trick after the other, with what the baseline does in its place, each in a process of its own;
+round n with seed n. A trick that others rest on (one row per transition in PPO, gradients as values)
+cannot be taken away alone and is not in the table.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of whole        median over the rounds of steps/s divided by the whole variant's in that round
@@ -18,7 +18,6 @@ Written to plots/out/: ablation_ALGORITHM.md, .json, and logs/. Exit status 1 if
 
 import argparse
 import importlib
-import json
 import shlex
 import signal
 import statistics
