@@ -585,7 +585,7 @@ def run_config(args: Args, device: torch.device) -> dict:
 
     cpuinfo = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    packages = ("torch", "tensordict", "gymnasium", "mujoco", "numpy")
+    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
     gpu, driver = None, None
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
@@ -600,6 +600,7 @@ def run_config(args: Args, device: torch.device) -> dict:
             "model": model[1] if model else None,
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
         },
         "gpu": gpu,
         "gpu_driver": driver,
@@ -672,7 +673,7 @@ class Normalizer:
         self.returns = state["discounted_returns"].numpy().copy()
 
 
-def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
+def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Linear:
     """Orthogonal weights, no bias."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)

@@ -581,7 +581,7 @@ def run_config(args: Args, device: torch.device) -> dict:
 
     cpuinfo = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    packages = ("torch", "tensordict", "gymnasium", "mujoco", "numpy")
+    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
     gpu, driver = None, None
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
@@ -596,6 +596,7 @@ def run_config(args: Args, device: torch.device) -> dict:
             "model": model[1] if model else None,
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
         },
         "gpu": gpu,
         "gpu_driver": driver,

@@ -3,10 +3,10 @@
     python plots/ablation.py --algorithm ppo            minutes; files in plots/out/
     python plots/ablation.py --algorithm td3 --rounds 3
 
-HalfCheetah-v5 with --compile (on a GPU --cudagraphs too), in rounds: the whole variant, then without
-one trick after the other, with what the baseline does in its place, each in a process of its own;
-round n with seed n. A trick that others rest on (one row per transition in PPO, gradients as values)
-cannot be taken away alone and is not in the table.
+HalfCheetah-v5 with --compile (on a GPU --cudagraphs too), in rounds: the whole variant, then
+without one trick after the other, with what the baseline does in its place, each in a process of
+its own; round n with seed n. A trick that others rest on (one row per transition in PPO, gradients
+as values) cannot be taken away alone and is not in the table.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of whole        median over the rounds of steps/s divided by the whole variant's in that round
@@ -66,10 +66,13 @@ def patch_target(module) -> None:
 
     def update_target(self) -> None:
         with torch.no_grad():
-            for target, parameter in zip(self.target_parameters, self.parameters, strict=True):
+            for target, parameter in zip(self.target_parameters, parameters(self), strict=True):
                 target.lerp_(parameter, self.args.tau)
 
-    owner = module.SAC if hasattr(module, "SAC") else module.TD3
+    if hasattr(module, "SAC"):
+        owner, parameters = module.SAC, lambda agent: agent.q_parameters
+    else:
+        owner, parameters = module.TD3, lambda agent: agent.parameters
     owner.update_target = update_target
 
 
