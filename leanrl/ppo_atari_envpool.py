@@ -965,6 +965,7 @@ def main(args: Args) -> Path:
     # EnvPool cannot return to a moment of a game: a resumed run starts new ones
     seed = args.seed + start_step
     envs = AtariEnvs(args.env_id, args.num_envs, seed, episodic_life=True, reward_clip=True)
+    envs.action_space.seed(args.seed)
     num_actions = int(envs.action_space.n)
     agent = PPO(args, num_actions, device)
     rollout = Rollout(args.num_steps, args.num_envs, device)
@@ -1035,9 +1036,9 @@ def main(args: Args) -> Path:
                     actions, log_probs, values = agent.act(rollout.store_obs(t, obs), noise[t])
                     chosen = actions.cpu().numpy()
                 with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = envs.step(chosen)
+                    obs, rewards, terminated, truncated, infos = envs.step(chosen)
 
-                # Where an episode ended, next_obs is already the next episode's first.
+                # Where an episode ended, the observation is already the next episode's first.
                 with watch.stage("replay"):
                     rollout.actions[t], rollout.values[t] = actions, values
                     rollout.log_probs[t] = log_probs
@@ -1047,8 +1048,7 @@ def main(args: Args) -> Path:
                         index = np.flatnonzero(truncated)
                         final_obs = torch.from_numpy(infos["final_obs"][index]).to(device)
                         rollout.final_values[t, index] = agent.value(final_obs)
-                    obs = next_obs
-                global_step += args.num_envs
+                global_step += len(rewards)
 
                 with watch.stage("logging"):
                     for score, length in zip(

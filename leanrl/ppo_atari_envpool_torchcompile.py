@@ -517,6 +517,9 @@ def check_args(args: Args) -> None:
         fail("--cudagraphs contradicts --no-cuda")
     if args.cudagraphs and not torch.cuda.is_available():
         print("warning: no CUDA device, --cudagraphs has no effect", file=sys.stderr)
+    on_cpu = not args.cuda or not torch.cuda.is_available()
+    if args.bf16 and on_cpu and not torch.cpu.get_capabilities().get("avx512_bf16", False):
+        print("warning: this CPU has no bfloat16 arithmetic, --bf16 makes it slow", file=sys.stderr)
     if args.overlap and args.num_envs % 2:
         fail(f"--overlap needs an even number of environments, got --num-envs {args.num_envs}")
     if args.track and importlib.util.find_spec("wandb") is None:
@@ -564,7 +567,6 @@ class AtariEnvs:
         self.send(actions)
         return self.recv()
 
-    # speed: its second part
     def recv(self) -> tuple:
         """The second half of `step`: waits for its end."""
         obs, rewards, terminated, truncated, step_infos = self.envs.recv()
@@ -586,6 +588,16 @@ class AtariEnvs:
 
     def close(self) -> None:
         self.envs.close()
+
+
+# speed: what `main` knows of a pool of games that takes turns with another one
+@dataclass
+class Group:
+    """Environments that act together, their rows of a rollout and what they show."""
+
+    envs: AtariEnvs
+    rows: slice
+    obs: np.ndarray | None = None
 
 
 def run_config(args: Args, device: torch.device) -> dict:
@@ -834,9 +846,10 @@ class PPO:
 
     def __init__(self, args: Args, num_actions: int, device: torch.device):
         self.args = args
-        # speed: the Adam above, whose learning rate compiled code and graphs read anew
+        # speed: how to compute
         self.model = ActorCritic(num_actions, args.bf16, args.channels_last).to(device)
         self.parameters = list(self.model.parameters())
+        # speed: the Adam above, with a learning rate that compiled code and graphs read anew
         learning_rate = torch.tensor(args.learning_rate, device=device)
         self.optimizer = Adam(self.parameters, lr=learning_rate, eps=1e-5)
 
@@ -1057,15 +1070,11 @@ def main(args: Args) -> Path:
     # EnvPool cannot return to a moment of a game: a resumed run starts new ones
     seed = args.seed + start_step
     # speed: one group, or two that take turns; game i has seed + i in either case
-    group_size = args.num_envs // (1 + args.overlap)
-    groups = [
-        (
-            slice(first, first + group_size),
-            AtariEnvs(args.env_id, group_size, seed + first, episodic_life=True, reward_clip=True),
-        )
-        for first in range(0, args.num_envs, group_size)
-    ]
-    envs = groups[0][1]
+    size, groups = args.num_envs // (1 + args.overlap), []
+    for first in range(0, args.num_envs, size):
+        envs = AtariEnvs(args.env_id, size, seed + first, episodic_life=True, reward_clip=True)
+        groups.append(Group(envs, rows=slice(first, first + size)))
+    envs.action_space.seed(args.seed)
     num_actions = int(envs.action_space.n)
     agent = PPO(args, num_actions, device)
     rollout = Rollout(args.num_steps, args.num_envs, device)
@@ -1082,8 +1091,9 @@ def main(args: Args) -> Path:
 
     kind = {"script": SCRIPT, "env_id": args.env_id, "num_actions": num_actions}
     kind |= {"num_envs": args.num_envs}
-    # speed: per group
-    obs = [games.reset() for _, games in groups]
+    # speed: of each group
+    for group in groups:
+        group.obs = group.envs.reset()
     global_step, episodic_return = start_step, None
     if checkpoint:
         for name, mine in kind.items():
@@ -1140,40 +1150,43 @@ def main(args: Args) -> Path:
             # 1. Roll out: T steps with the policy as it is.
             shape = args.num_steps, args.num_envs, num_actions
             noise = torch.empty(shape, device=device).exponential_()
-            # speed: NumPy's; the other group's games go on from its `send` to its `recv`
+            # speed: one group's games go on, between `send` and `recv`, while the policy looks at
+            # the other's; with one group this is the loop of the baseline
             rollout.host_final_values[:] = 0
-            turns = [(t, g) for t in range(args.num_steps) for g in range(len(groups))]
+            turns = [(t, group) for t in range(args.num_steps) for group in groups]
             lag = [None] * (len(groups) - 1)
             for acting, receiving in zip(turns + lag, lag + turns, strict=True):
                 if acting is not None:
-                    t, g = acting
-                    rows, games = groups[g]
+                    t, group = acting
                     with watch.stage("inference"):
-                        obs_tensor = rollout.store_obs(t, rows, obs[g])
-                        actions, log_probs, values = agent.act(obs_tensor, noise[t, rows])
+                        obs = rollout.store_obs(t, group.rows, group.obs)
+                        actions, log_probs, values = agent.act(obs, noise[t, group.rows])
                         chosen = actions.cpu().numpy()
                     with watch.stage("simulation"):
-                        games.send(chosen)
+                        group.envs.send(chosen)
                     with watch.stage("replay"):
-                        rollout.actions[t, rows], rollout.values[t, rows] = actions, values
-                        rollout.log_probs[t, rows] = log_probs
+                        rollout.actions[t, group.rows] = actions
+                        rollout.log_probs[t, group.rows] = log_probs
+                        rollout.values[t, group.rows] = values
                 if receiving is None:
                     continue
-                t, g = receiving
-                rows, games = groups[g]
+                t, group = receiving
                 with watch.stage("simulation"):
-                    obs[g], rewards, terminated, truncated, infos = games.recv()
+                    # speed: of the group that has played on since the last turn
+                    group.obs, rewards, terminated, truncated, infos = group.envs.recv()
 
-                # Where an episode ended, obs is already the next episode's first.
+                # Where an episode ended, the observation is already the next episode's first.
                 with watch.stage("replay"):
-                    rollout.host_rewards[t, rows] = rewards
-                    rollout.host_ended[t, rows] = terminated | truncated
+                    # speed: by NumPy, to the device later
+                    rollout.host_rewards[t, group.rows] = rewards
+                    rollout.host_ended[t, group.rows] = terminated | truncated
                     if truncated.any():
                         index = np.flatnonzero(truncated)
                         final_obs = torch.from_numpy(infos["final_obs"][index]).to(device)
+                        # speed: by NumPy
                         final_values = agent.value(final_obs).cpu().numpy()
-                        rollout.host_final_values[t, rows][index] = final_values
-                global_step += group_size
+                        rollout.host_final_values[t, group.rows][index] = final_values
+                global_step += len(rewards)
 
                 with watch.stage("logging"):
                     for score, length in zip(
@@ -1187,7 +1200,8 @@ def main(args: Args) -> Path:
             with watch.stage("backpropagation"):
                 # speed: the one copy to the device
                 rollout.upload()
-                prepare(agent.value(torch.from_numpy(np.concatenate(obs)).to(device)))
+                obs = np.concatenate([group.obs for group in groups])
+                prepare(agent.value(torch.from_numpy(obs).to(device)))
                 order = torch.rand(args.update_epochs, batch_size, device=device).argsort(dim=1)
                 for epochs in order.split(args.update_epochs if args.target_kl is None else 1):
                     # speed: on the CPU a call per minibatch; with CUDA graphs one replay for all
@@ -1231,9 +1245,9 @@ def main(args: Args) -> Path:
         raise SystemExit(130) from None
     finally:
         bar.close()
-        # speed: each group
-        for _, games in groups:
-            games.close()
+        # speed: each group's
+        for group in groups:
+            group.envs.close()
         report = watch.report()
         if report["warmup_seconds"] is not None:
             writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
