@@ -7,13 +7,13 @@ usage() {
     cat <<'END'
 bash run.sh                      the quick speed-up table, in minutes; files in plots/out/
 bash run.sh --full               the published table: every script and row, 3 seeds at full length
-bash run.sh field [arguments]    against other libraries; --algorithm sac, td3 or ppo
+bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo or ppo_atari
 bash run.sh test [arguments]     the tests; arguments go to pytest
 bash run.sh --help               this text
 
 An active environment (venv or conda) is used as it is, and gets only the packages that it lacks.
 Otherwise the first call makes .venv and installs requirements/requirements.txt there, for the
-tests with wandb.txt, video.txt and test.txt.
+tests with envpool.txt, wandb.txt, video.txt and test.txt.
 END
 }
 
@@ -115,7 +115,8 @@ if [[ $command == --help || $command == -h ]]; then
     exit
 fi
 needs=(requirements/requirements.txt)
-[[ $command != test ]] || needs+=(requirements/{wandb,video,test}.txt) # tests cover the extras as well
+[[ $command != test ]] || needs+=(requirements/{envpool,wandb,video,test}.txt) # tests cover the extras
+[[ $command != --full && " $* " != *" ppo_atari "* ]] || needs+=(requirements/envpool.txt)
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
     quick | --full) exec "$python" plots/speedup.py "--${command#--}" ;;

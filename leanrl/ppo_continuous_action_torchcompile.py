@@ -708,7 +708,7 @@ class Normalizer:
         self.returns = state["discounted_returns"].numpy().copy()
 
 
-def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Linear:
+def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
     """Orthogonal weights, no bias."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)

@@ -8,13 +8,15 @@ Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the va
 variant with --compile: HalfCheetah-v5, one environment, the same number of steps. SAC and TD3: one
 update per step on 256 transitions, networks of 256-256, the first 500 steps random. PPO: rollouts
 of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours normalizes observations
-and rewards. All else is each library's default. One process at a time, in rounds (A B C D E,
-A B C D E), round n with seed n. All use as many threads as they choose, and a GPU if their build of
-torch or JAX has one.
+and rewards. PPO for Atari: Breakout, 8 games, rollouts of 128 steps, 4 epochs of 4 minibatches,
+clipping at 0.1, the network of Mnih et al.; ours on EnvPool, Stable-Baselines3 on its own Atari
+environments, SBX not at all. All else is each library's default. One process at a time, in rounds
+(A B C D E, A B C D E), round n with seed n. All use as many threads as they choose, and a GPU if
+their build of torch or JAX has one.
 
     steps/s         median over the rounds, and range, after the warm-up: for ours the stopwatch's
                     steady window, for the others from 1,000 steps after learning starts to the end,
-                    for all in PPO from the fourth rollout
+                    for all in PPO from the fourth rollout on
     of SB3          median over the rounds of steps/s divided by SB3's in the same round
     warm-up s       median seconds from the program's own start, imports done, to that window. It
                     has 1,000 steps with updates for the others and a hundred for ours (not in PPO)
@@ -29,17 +31,17 @@ import signal
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ENV_ID = "HalfCheetah-v5"
 LIBRARIES = {"Stable-Baselines3": "sb3", "SBX": "sbx"}
-OURS = {  # name -> what follows leanrl/ALGORITHM_continuous_action
+OURS = {  # name -> what follows the script's name
     "LeanRL baseline": [".py"],
     "LeanRL eager": ["_torchcompile.py"],
     "LeanRL compile": ["_torchcompile.py", "--compile"],
 }
+ATARI = ["_torchcompile.py", "--compile", "--channels-last"]
 
 
 @dataclass
@@ -50,6 +52,14 @@ class Algorithm:
     ours: dict
     steps: int
     steady_after: int  # steps, in the libraries; JAX has long compiled by then
+    script: str  # in leanrl/, without what makes it the baseline or the variant
+    env_id: str = "HalfCheetah-v5"
+    libraries: tuple = tuple(LIBRARIES)
+    rows: dict = field(default_factory=lambda: OURS)
+
+    @property
+    def entrants(self) -> list[str]:
+        return [*self.libraries, *self.rows]
 
 
 OFF_POLICY = Algorithm(
@@ -61,18 +71,41 @@ OFF_POLICY = Algorithm(
     ours={"--learning-starts": 500, "--batch-size": 256},
     steps=3000,
     steady_after=1500,
+    script="sac_continuous_action",
 )
 ALGORITHMS = {
     "sac": OFF_POLICY,
-    "td3": OFF_POLICY,
+    "td3": replace(OFF_POLICY, script="td3_continuous_action"),
     "ppo": Algorithm(
         theirs={"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}},
         ours={},
         steps=14 * 2048,
         steady_after=3 * 2048,
+        script="ppo_continuous_action",
+    ),
+    "ppo_atari": Algorithm(
+        theirs={
+            "learning_rate": 2.5e-4,
+            "n_steps": 128,
+            "batch_size": 256,
+            "n_epochs": 4,
+            "clip_range": 0.1,
+            "ent_coef": 0.01,
+        },
+        ours={},
+        steps=11 * 1024,
+        steady_after=3 * 1024,
+        script="ppo_atari_envpool",
+        env_id="Breakout-v5",
+        libraries=("Stable-Baselines3",),
+        rows=OURS
+        | {
+            "LeanRL compile, channels last": ATARI,
+            "LeanRL compile, channels last, overlap": [*ATARI, "--overlap"],
+        },
     ),
 }
-PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "numpy")
+PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")
 
 
 def versions() -> dict:
@@ -106,14 +139,24 @@ def work(library: str, algorithm: str, steps: int, seed: int) -> None:
             if self.start is None and self.num_timesteps >= settings.steady_after:
                 self.first = self.num_timesteps
                 self.start = time.perf_counter()
-            if self.num_timesteps % 100 == 0:  # for the parent's bar
+            if self.num_timesteps % 100 < self.training_env.num_envs:  # for the parent's bar
                 print(f"{self.num_timesteps}/{steps} [", file=sys.stderr, flush=True)
             return True
 
     settings, born = ALGORITHMS[algorithm], time.perf_counter()
     clock, module = Clock(), {"sb3": "stable_baselines3", "sbx": "sbx"}[library]
-    make = getattr(importlib.import_module(module), algorithm.upper())
-    agent = make("MlpPolicy", ENV_ID, seed=seed, **settings.theirs).learn(steps, callback=clock)
+    make = getattr(importlib.import_module(module), algorithm.removesuffix("_atari").upper())
+    env, policy = settings.env_id, "MlpPolicy"
+    if algorithm == "ppo_atari":
+        import ale_py
+        import gymnasium
+        from stable_baselines3.common.env_util import make_atari_env
+        from stable_baselines3.common.vec_env import VecFrameStack
+
+        gymnasium.register_envs(ale_py)
+        env = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", 8, seed=seed), 4)
+        policy = "CnnPolicy"
+    agent = make(policy, env, seed=seed, **settings.theirs).learn(steps, callback=clock)
     seconds = time.perf_counter() - clock.start
     result = {
         "sps_steady": (agent.num_timesteps - clock.first) / seconds,
@@ -139,11 +182,11 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         worker += ["--steps", str(options.steps)]
         command = [options.field_python, "plots/field.py", *worker, "--seed", str(seed)]
     else:
-        flags = {"--env-id": ENV_ID, "--seed": seed, "--total-timesteps": options.steps}
-        flags |= ALGORITHMS[options.algorithm].ours
-        suffix, *switches = OURS[entrant]
-        script = f"leanrl/{options.algorithm}_continuous_action{suffix}"
-        command = [sys.executable, script, *switches]
+        settings = ALGORITHMS[options.algorithm]
+        flags = {"--env-id": settings.env_id, "--seed": seed, "--total-timesteps": options.steps}
+        flags |= settings.ours
+        suffix, *switches = settings.rows[entrant]
+        command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
         command += [str(part) for flag in flags.items() for part in flag]
     load = os.getloadavg()
     status = speedup.run_logged(command, log, progress, {"PYTHONUNBUFFERED": "1"})
@@ -162,12 +205,12 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     return {"command": shlex.join(["python", *command[1:]]), "load_average": load, **result}
 
 
-def summarize(rounds: list[dict]) -> list[dict]:
+def summarize(rounds: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
     """One dict per entrant from rounds {entrant: result}, in which a failed one is missing."""
     from speedup import spread
 
     reference, rows = next(iter(LIBRARIES)), []
-    for entrant in (*LIBRARIES, *OURS):
+    for entrant in entrants:
         results = [results[entrant] for results in rounds if entrant in results]
         if not results:
             rows.append({"entrant": entrant, "skipped": "no finished run"})
@@ -222,8 +265,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
-    options.steps = options.steps or ALGORITHMS[options.algorithm].steps
-    least = ALGORITHMS[options.algorithm].steady_after
+    settings = ALGORITHMS[options.algorithm]
+    options.steps = options.steps or settings.steps
+    least = settings.steady_after
     if options.steps <= least:
         parser.error(f"--steps {options.steps}: the first {least} are warm-up")
     if options.worker:
@@ -237,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
     import tqdm
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rounds, failures, entrants = [], [], (*LIBRARIES, *OURS)
+    rounds, failures, entrants = [], [], settings.entrants
     with tqdm.tqdm(total=options.rounds * len(entrants) * options.steps, unit="step") as bar:
         try:
             for seed in range(1, options.rounds + 1):
@@ -261,14 +305,14 @@ def main(arguments: list[str] | None = None) -> int:
     results = [result for results in rounds for result in results.values()]
     configs = [result["config"] for result in results if "config" in result]
     if configs:
-        hardware, rows = speedup.machine(configs), summarize(rounds)
+        hardware, rows = speedup.machine(configs), summarize(rounds, entrants)
         loads = [result["load_average"][0] for result in results]
         hardware["load_average_1min"] = {"min": min(loads), "max": max(loads)}
         command = f"python plots/field.py --algorithm {options.algorithm} "
         command += f"--rounds {options.rounds} --steps {options.steps}"
         above = [f"Field benchmark: {command}", *speedup.describe(hardware)]
-        above.append(f"{ENV_ID}, {options.steps:,} environment steps per run")
-        for library in LIBRARIES:
+        above.append(f"{settings.env_id}, {options.steps:,} environment steps per run")
+        for library in settings.libraries:
             for worker in [results[library] for results in rounds if library in results][:1]:
                 found = ", ".join(f"{name} {number}" for name, number in worker["versions"].items())
                 where = f"{worker['device']}, {worker['torch_threads']} torch threads"

@@ -547,7 +547,7 @@ def assert_same_source(sources):
 )
 def test_what_scripts_share_is_the_same_to_the_letter(name):
     """A repair in one script must reach all others: every script that has it joins by itself."""
-    assert_same_source(definitions("*_continuous_action*.py")[name])
+    assert_same_source(definitions("*_*.py")[name])
 
 
 @pytest.mark.parametrize("suffix", ["", "_torchcompile"], ids=["baseline", "variant"])
@@ -557,6 +557,18 @@ def test_replay_and_optimizer_are_those_that_sac_tests(suffix):
     names = ["Batch", "ReplayBuffer", "QNetwork", "gradient_step"]
     for name in names + (["Adam", "keeps_float32"] if suffix else []):
         assert_same_source(found[name])
+
+
+@pytest.mark.parametrize("suffix", ["", "_torchcompile"], ids=["baseline", "variant"])
+def test_ppo_is_one_algorithm(suffix):
+    """Why the tests of PPO's advantages, losses and Adam need no repetition for Atari."""
+    found = definitions("ppo_*.py")
+    names = [f"{script}{suffix}.py" for script in ("ppo_continuous_action", "ppo_atari_envpool")]
+    for function in ("layer_init", "compute_gae", "policy_loss", "value_loss"):
+        assert_same_source({name: found[function][name] for name in names})
+    if suffix:
+        adam = definitions("sac_*.py")["Adam"]
+        assert_same_source(adam | {names[1]: found["Adam"][names[1]]})
 
 
 # Learning
