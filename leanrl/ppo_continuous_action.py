@@ -16,7 +16,7 @@ from the value of its final observation; a terminated one does not bootstrap.
 Its twin ppo_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`, so
 `diff` shows what each trick costs in code.
 
-Measured (plots/results/): 1,210 steps/s on 2 cores of an AMD EPYC (Zen 4), where Stable-Baselines3
+Measured (plots/results/): 1,210 steps/s on 2 cores of an AMD EPYC (AVX2), where Stable-Baselines3
 makes 931. On a GPU: not measured.
 
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action. A run writes

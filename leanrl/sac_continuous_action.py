@@ -19,7 +19,7 @@ Its twin sac_continuous_action_torchcompile.py is this file with the hunks marke
 `diff` shows what each trick costs in code.
 
 Measured (plots/results/): HalfCheetah-v5, 100,000 steps, seed 1: mean return 6,465 over the last 10
-episodes. 114 steps/s on 2 cores of an AMD EPYC (Zen 4), where Stable-Baselines3 makes 92. On a GPU:
+episodes. 114 steps/s on 2 cores of an AMD EPYC (AVX2), where Stable-Baselines3 makes 92. On a GPU:
 not measured.
 
 Shapes: N environments, B batch, O observation, A action. A run writes

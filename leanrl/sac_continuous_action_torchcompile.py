@@ -11,7 +11,7 @@ is the same to the letter. Without a CUDA device --cudagraphs says so in one lin
 on. The first updates pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
 
 Measured (plots/results/): HalfCheetah-v5, 100,000 steps, seed 1: mean return 5,733 over the last 10
-episodes. 155 steps/s with --compile on 2 cores of an AMD EPYC (Zen 4), 1.37 times the baseline,
+episodes. 155 steps/s with --compile on 2 cores of an AMD EPYC (AVX2), 1.37 times the baseline,
 after 26 s of warm-up (5 s with a warm cache). On a GPU: not measured.
 """
 

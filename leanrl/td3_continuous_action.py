@@ -18,8 +18,8 @@ Its twin td3_continuous_action_torchcompile.py is this file with the hunks marke
 `diff` shows what each trick costs in code; sac_continuous_action.py is its sibling: `diff` with it
 shows what distinguishes the algorithms.
 
-Measured (plots/results/): 127 steps/s on 2 cores of an AMD EPYC (Zen 4), where Stable-Baselines3
-makes 106. On a GPU: not measured.
+Measured (plots/results/): 162 steps/s on 2 cores of an AMD EPYC (AVX2), where Stable-Baselines3
+makes 127. On a GPU: not measured.
 
 Shapes: N environments, B batch, O observation, A action. A run writes
 runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json, and
