@@ -685,8 +685,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """obs (N, O), exponential noise (N, A) -> actions (N,), log_probs (N,), values (N,).
 
-    Of exponential variables, one per action, each divided by its probability, the least is at each
-    action as often as the policy says.
+    With probabilities p and exponential noise q, the largest p / q is a draw from p.
     """
     log_policy, values = model(obs)
     actions = (log_policy - noise.log()).argmax(dim=1)
@@ -941,7 +940,7 @@ def resumed_dir(args: Args) -> Path:
 SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
 OBS_SHAPE = (4, 84, 84)  # frames, height, width
 CROWD = 16  # environments per CPU core, above which a hint says what more are good for
-EVAL_SEED = 1_000_000  # added to --seed: evaluation plays games that training does not
+EVAL_SEED = 1_000_000_000  # added to --seed: evaluation plays games that training does not
 KL = METRICS.index("approx_kl")
 STEADY_AFTER = 3  # rollouts, then compilation and capture are over
 
@@ -985,6 +984,7 @@ def main(args: Args) -> Path:
         except RuntimeError as error:  # networks of another shape: it names both
             fail(f"{args.resume}: {' '.join(str(error).split())}")
         set_rng_states(checkpoint["rng"], envs.action_space, device)
+        print(f"resumed at step {start_step:,} with new games: EnvPool keeps none", file=sys.stderr)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
