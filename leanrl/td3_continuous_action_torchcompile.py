@@ -10,10 +10,10 @@ what the shapes mean; the hunks that differ start with `# speed:` and say what t
 is the same to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes
 on. The first updates pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
 
-Measured (plots/results/): 216 steps/s with --compile on 2 cores of an AMD EPYC (AVX2), 1.33 times
-the baseline. Compiling the critic's update saves 2.9 ms a step there, the actor's 0.8, updating all
-targets in one call 0.3, the other tricks nothing that stands out: they are for GPUs. On a GPU: not
-measured.
+Measured (plots/results/): HalfCheetah-v5, 293,000 steps, seed 1: mean return 7,553 over the last 10
+episodes. 216 steps/s with --compile on 2 cores of an AMD EPYC (AVX2), 1.33 times the baseline.
+Compiling the critic's update saves 2.9 ms a step there, the actor's 0.8, updating all targets in one
+call 0.3; the other tricks are for GPUs. On a GPU: not measured.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments

@@ -42,7 +42,7 @@ def main() -> None:
     record = json.dumps({"note": args.note, "runs": runs}, indent=1) + "\n"
     args.record.write_text(record.replace(f"{ROOT}/", ""))  # no record names a machine's folders
     for run in runs:
-        steps = run["config"]["args"]["total_timesteps"]
+        steps = run["episodic_returns"][-1][0]  # less than asked for where the run was interrupted
         print(f"{run['run']}: {run[f'mean_return_last_{LAST}']:,.0f} after {steps:,} steps")
 
 
