@@ -676,8 +676,9 @@ class ActorCritic(nn.Module):
         # speed: the network alone in bfloat16
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             features = self.network((obs / 255.0).contiguous(memory_format=self.layout))
-            logits, values = self.actor(features).float(), self.critic(features).float()
-        return F.log_softmax(logits, dim=-1), values.squeeze(-1)
+            logits, values = self.actor(features), self.critic(features).squeeze(-1)
+        dtype = self.actor.weight.dtype
+        return F.log_softmax(logits.to(dtype), dim=-1), values.to(dtype)
 
 
 class Batch(NamedTuple):

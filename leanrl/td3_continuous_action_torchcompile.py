@@ -12,8 +12,8 @@ on. The first updates pay for compilation: seconds, reported as warm-up, fewer w
 
 Measured (plots/results/): HalfCheetah-v5, 293,000 steps, seed 1: mean return 7,553 over the last 10
 episodes. 216 steps/s with --compile on 2 cores of an AMD EPYC (AVX2), 1.33 times the baseline.
-Compiling the critic's update saves 2.9 ms a step there, the actor's 0.8, updating all targets in one
-call 0.3; the other tricks are for GPUs. On a GPU: not measured.
+Compiling the critic's update saves 2.9 ms a step there, the actor's 0.8, updating the targets in
+one call 0.3; the other tricks are for GPUs. On a GPU: not measured.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments

@@ -25,3 +25,15 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="runs with --slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def float64():
+    """Long comparisons need it: in float32 even an algorithm and itself drift apart.
+
+    Where a hidden unit is about to switch, its last bit decides whether Adam moves its weights by a
+    whole learning rate: the baseline and itself, one rounding away, can end 1e-3 apart.
+    """
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -317,11 +317,16 @@ def run_updates(reference, agent, count, tolerance):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("count", "tolerance"), [(1, 1e-5), (100, 1e-3)])
-def test_updates_agree(compiled, count, tolerance):
+def test_one_update_agrees(compiled):
     reference, agent = make_pair()
     assert_same_model(reference, agent, 0.0)
-    run_updates(reference, compile_agent(agent) if compiled else agent, count, tolerance)
+    run_updates(reference, compile_agent(agent) if compiled else agent, 1, 1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_hundred_updates_agree(compiled, float64):
+    reference, agent = make_pair()
+    run_updates(reference, compile_agent(agent) if compiled else agent, 100, 1e-9)
 
 
 def test_a_wrong_update_is_noticed():

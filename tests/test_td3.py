@@ -302,18 +302,6 @@ def test_one_update_agrees(compiled):
     run_updates(reference, compile_agent(agent) if compiled else agent, 1, 1e-5)
 
 
-@pytest.fixture
-def float64():
-    """Long comparisons need it: in float32 even an algorithm and itself drift apart.
-
-    Where a hidden unit is about to switch, its last bit decides whether Adam moves its weights by a
-    whole learning rate: the baseline and itself, one rounding away, can end 1e-3 apart.
-    """
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @COMPILED
 def test_a_hundred_updates_agree(compiled, float64):
     reference, agent = make_pair()
