@@ -257,29 +257,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
     import speedup
-    import tqdm
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rounds, failures, tricks = [], [], [WHOLE, *TRICKS[options.algorithm]]
-    with tqdm.tqdm(total=options.rounds * len(tricks) * options.steps, unit="step") as bar:
-        try:
-            for seed in range(1, options.rounds + 1):
-                rounds.append({})
-                for trick in tricks:
-                    done = ((seed - 1) * len(tricks) + tricks.index(trick)) * options.steps
-                    bar.set_postfix_str(f"round {seed}/{options.rounds}: without {trick}")
-
-                    def progress(steps: int, done=done) -> None:
-                        bar.update(max(done + steps, bar.n) - bar.n)
-
-                    try:
-                        rounds[-1][trick] = measure(trick, seed, options, progress)
-                    except ValueError as failure:
-                        failures.append(str(failure))
-                    progress(options.steps)
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return 130
+    tricks = [WHOLE, *TRICKS[options.algorithm]]
+    try:
+        rounds, failures = speedup.take_turns(tricks, options, measure)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
     configs = [result["config"] for results in rounds for result in results.values()]
     if configs:

@@ -278,29 +278,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     # here, because the worker's environment need not have what they need
     import speedup
-    import tqdm
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rounds, failures, entrants = [], [], settings.entrants
-    with tqdm.tqdm(total=options.rounds * len(entrants) * options.steps, unit="step") as bar:
-        try:
-            for seed in range(1, options.rounds + 1):
-                rounds.append({})
-                for entrant in entrants:
-                    done = ((seed - 1) * len(entrants) + entrants.index(entrant)) * options.steps
-                    bar.set_postfix_str(f"round {seed}/{options.rounds}: {entrant}")
-
-                    def progress(steps: int, done=done) -> None:
-                        bar.update(max(done + steps, bar.n) - bar.n)
-
-                    try:
-                        rounds[-1][entrant] = measure(entrant, seed, options, progress)
-                    except ValueError as failure:
-                        failures.append(str(failure))
-                    progress(options.steps)
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return 130
+    entrants = settings.entrants
+    try:
+        rounds, failures = speedup.take_turns(entrants, options, measure)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
     results = [result for results in rounds for result in results.values()]
     configs = [result["config"] for result in results if "config" in result]

@@ -344,6 +344,30 @@ def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
     return runs, failures
 
 
+def take_turns(names: list[str], options: argparse.Namespace, measure) -> tuple[list, list]:
+    """Calls measure(name, seed, options, progress) for all names, round after round, one at a time.
+
+    Returns the rounds, {name: result} each, and for each call that raised ValueError what it says.
+    """
+    rounds, failures = [], []
+    with tqdm.tqdm(total=options.rounds * len(names) * options.steps, unit="step") as bar:
+        for seed in range(1, options.rounds + 1):
+            rounds.append({})
+            for i, name in enumerate(names):
+                done = ((seed - 1) * len(names) + i) * options.steps
+                bar.set_postfix_str(f"round {seed}/{options.rounds}: {name}")
+
+                def progress(steps: int, done=done) -> None:
+                    bar.update(max(done + steps, bar.n) - bar.n)
+
+                try:
+                    rounds[-1][name] = measure(name, seed, options, progress)
+                except ValueError as failure:
+                    failures.append(str(failure))
+                progress(options.steps)
+    return rounds, failures
+
+
 def total_timesteps(script: Path) -> int:
     """The script's own default: importing it for that would take seconds."""
     return int(re.search(r"total_timesteps: int = ([\d_]+)", script.read_text()).group(1))

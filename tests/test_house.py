@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "plots"))
+import ablation  # noqa: E402
 import field  # noqa: E402
 import speedup  # noqa: E402
 
@@ -265,6 +266,51 @@ def test_field_ratios_are_within_a_round():
     assert rows[ours]["sps_steady"] == {"median": 120, "min": 20, "max": 1000}
     assert rows["SBX"]["skipped"] == "no finished run"
     assert len({len(line) for line in field.cells(list(rows.values()))}) == 1
+
+
+# What each trick is worth
+
+
+def test_worth_is_measured_within_a_round():
+    def result(steps_per_second):
+        return {"sps_steady": steps_per_second, "warmup_seconds": 1.0}
+
+    whole, trick = ablation.WHOLE, "acting in NumPy"
+    rounds = [
+        {whole: result(1000), trick: result(500)},
+        {whole: result(2000), trick: result(1000)},
+        {trick: result(1)},  # the whole one failed: this round compares nothing
+    ]
+    rows = ablation.summarize(rounds, [whole, trick, "one thread"])
+    assert rows[1]["of_whole"] == 0.5 and rows[0]["of_whole"] == 1.0
+    assert rows[1]["worth_us"] == {"median": 750, "min": 500, "max": 1000}
+    assert rows[2]["skipped"] == "no finished run"
+    assert len({len(line) for line in ablation.cells(rows)}) == 1
+
+
+@pytest.mark.parametrize("algorithm", ablation.TRICKS)
+def test_every_trick_can_be_taken_away(algorithm, tmp_path):
+    """Each patch fits the script as it is today: a short run goes on without the trick."""
+    settings = {"env_id": "Pendulum-v1", "total_timesteps": 64}
+    if algorithm == "ppo":
+        settings |= {"num_steps": 32, "num_minibatches": 2, "update_epochs": 1}
+    else:
+        settings |= {"learning_starts": 16, "batch_size": 8}
+    code = f"""
+import importlib, sys
+sys.path.insert(0, {str(ROOT / "plots")!r})
+import ablation
+name = "leanrl.{algorithm}_continuous_action_torchcompile"
+for i, patch in enumerate(ablation.TRICKS[{algorithm!r}].values()):
+    module = importlib.reload(importlib.import_module(name))
+    patch(module)
+    module.main(module.Args(exp_name=str(i), **{settings!r}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("run directory") == len(ablation.TRICKS[algorithm])
 
 
 # run.sh, .ci/run, requirements
