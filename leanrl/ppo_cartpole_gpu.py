@@ -997,7 +997,7 @@ def main(args: Args) -> Path:
     batch = rollout.batch()
 
     kind = {"script": SCRIPT, "env_id": args.env_id, "num_envs": args.num_envs}
-    obs, _ = envs.reset(seed=args.seed)
+    envs.reset(seed=args.seed)
     global_step, episodic_return = start_step, None
     if checkpoint:
         for name, mine in kind.items():
@@ -1008,7 +1008,6 @@ def main(args: Args) -> Path:
         except RuntimeError as error:  # networks of another shape: it names both
             fail(f"{args.resume}: {' '.join(str(error).split())}")
         envs.load_state_dict(checkpoint["envs"])
-        obs = envs.state.clone()
         set_rng_states(checkpoint["rng"], envs.action_space, device)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
@@ -1058,6 +1057,7 @@ def main(args: Args) -> Path:
             # 1. Roll out: T steps with the policy as it is.
             shape = args.num_steps, args.num_envs, num_actions
             noise = torch.empty(shape, device=device).exponential_()
+            obs = envs.state.clone()
             for t in range(args.num_steps):
                 with watch.stage("inference"):
                     actions, log_probs, values = agent.act(obs, noise[t])

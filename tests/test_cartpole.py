@@ -1,18 +1,35 @@
-"""PPO on CartPole as tensors: the environment against Gymnasium's, whole runs, resume, learning."""
+"""PPO on CartPole as tensors and as a kernel: environments against Gymnasium's, parity, runs."""
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from test_ppo import assert_same_model
 from test_resume import assert_same, command_line, read_checkpoint
 from test_sac import read_run, read_scalars, run
+from test_sac_parity import assert_hunks_are_marked
 
 from leanrl import ppo_cartpole_gpu as baseline
+from leanrl import ppo_cartpole_gpu_torchcompile as variant
 
 CPU = torch.device("cpu")
+SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+FORMS = pytest.mark.parametrize(
+    "make",
+    [
+        baseline.CartPole,
+        lambda count, device: variant.CartPole(count, device, "torch"),
+        lambda count, device: variant.CartPole(count, device, "kernel"),
+    ],
+    ids=["baseline", "torch", "kernel"],
+)
 SMALL = {"num_envs": 64, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
 
 
@@ -26,8 +43,8 @@ def in_tmp_path(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def train(**flags) -> Path:
-    return baseline.main(baseline.Args(**SMALL | flags))
+def train(module=baseline, **flags) -> Path:
+    return module.main(module.Args(**SMALL | flags))
 
 
 # The environment
@@ -38,11 +55,12 @@ def random_states(count, rng):
     return rng.uniform([-2.5, -3, -0.22, -3.5], [2.5, 3, 0.22, 3.5], (count, 4)).astype(np.float32)
 
 
-def test_a_step_is_gymnasiums():
+@FORMS
+def test_a_step_is_gymnasiums(make):
     """Same states and actions: next states within 1e-6, the same ends, the same rewards."""
     rng, count = np.random.default_rng(0), 2000
     states, actions = random_states(count, rng), rng.integers(0, 2, count)
-    envs = baseline.CartPole(count, CPU)
+    envs = make(count, CPU)
     envs.reset(seed=1)
     envs.state.copy_(torch.from_numpy(states))
     obs, rewards, terminated, truncated, infos = envs.step(torch.from_numpy(actions))
@@ -64,9 +82,10 @@ def test_a_step_is_gymnasiums():
     assert ends.min() > 200
 
 
+@FORMS
 @pytest.mark.parametrize("falls", [False, True], ids=["stands", "falls"])
-def test_the_limit_truncates_whether_the_pole_stands_or_falls(falls):
-    envs = baseline.CartPole(2, CPU)
+def test_the_limit_truncates_whether_the_pole_stands_or_falls(make, falls):
+    envs = make(2, CPU)
     envs.reset(seed=1)
     envs.lengths[0] = 499
     envs.state.zero_()
@@ -79,8 +98,9 @@ def test_the_limit_truncates_whether_the_pole_stands_or_falls(falls):
     assert (obs[0] != infos["final_obs"][0]).any() and torch.equal(obs, envs.state)
 
 
-def test_returns_and_lengths_are_those_of_whole_episodes():
-    envs, generator = baseline.CartPole(50, CPU), torch.Generator().manual_seed(0)
+@FORMS
+def test_returns_and_lengths_are_those_of_whole_episodes(make):
+    envs, generator = make(50, CPU), torch.Generator().manual_seed(0)
     envs.reset(seed=1)
     lengths, ends = np.zeros(50), 0
     for _ in range(200):
@@ -92,10 +112,11 @@ def test_returns_and_lengths_are_those_of_whole_episodes():
     assert ends > 200
 
 
-def test_resets_are_uniform_and_independent():
+@FORMS
+def test_resets_are_uniform_and_independent(make):
     """Of `reset` and of ended episodes: each variable by Kolmogorov-Smirnov, and correlations."""
     count = 20_000
-    envs = baseline.CartPole(count, CPU)
+    envs = make(count, CPU)
     started, _ = envs.reset(seed=1)
     draws = [started]
     for _ in range(2):
@@ -113,11 +134,13 @@ def test_resets_are_uniform_and_independent():
     assert abs(neighbours) < 4.5 / math.sqrt(count)
 
 
-def test_the_seed_decides_and_a_state_brings_back():
+@FORMS
+def test_the_seed_decides_and_a_state_brings_back(make):
     def roll(envs, steps=60):
-        return torch.stack([envs.step((envs.state[:, 2] > 0).long() * 0)[0] for _ in range(steps)])
+        actions = torch.zeros(20, dtype=torch.int64)  # all fall within 11 steps or so
+        return torch.stack([envs.step(actions)[0] for _ in range(steps)])
 
-    envs, again, other = (baseline.CartPole(20, CPU) for _ in range(3))
+    envs, again, other = (make(20, CPU) for _ in range(3))
     for each, seed in ((envs, 1), (again, 1), (other, 2)):
         each.reset(seed=seed)
     first = roll(envs)
@@ -128,8 +151,9 @@ def test_the_seed_decides_and_a_state_brings_back():
     assert torch.equal(roll(other), expected)
 
 
-def test_it_is_a_vector_environment():
-    envs = baseline.CartPole(3, CPU)
+@FORMS
+def test_it_is_a_vector_environment(make):
+    envs = make(3, CPU)
     assert isinstance(envs, gym.vector.VectorEnv) and envs.num_envs == 3
     theirs = gym.make_vec("CartPole-v1", 3)
     for name in ("single_observation_space", "observation_space", "action_space"):
@@ -139,13 +163,61 @@ def test_it_is_a_vector_environment():
     assert envs.observation_space.contains(obs.numpy()) and obs.dtype == torch.float32
 
 
+@pytest.mark.parametrize("count", [1, 2, 255, 257])
+def test_the_kernel_stays_within_its_tensors(count, tmp_path):
+    """Under the address sanitizer, with as many environments as no block size divides."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(variant.__file__).parents[1])!r})
+import torch
+from leanrl.ppo_cartpole_gpu_torchcompile import CartPole
+envs = CartPole({count}, torch.device("cpu"))
+envs.reset(seed=1)
+for _ in range(30):
+    envs.step(torch.zeros({count}, dtype=torch.int64))
+print("done")
+"""
+    asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
+    if not Path(asan.stdout.strip()).is_absolute():
+        pytest.skip("g++ has no address sanitizer here")
+    environment = {
+        "CXXFLAGS": "-fsanitize=address",
+        "LD_PRELOAD": asan.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
+
+
+def test_kernel_and_tensors_agree_for_whole_episodes():
+    """From one state, step after step, until chaos or a reset parts them."""
+    forms = [variant.CartPole(500, CPU, backend) for backend in ("torch", "kernel")]
+    for envs in forms:
+        envs.reset(seed=1)
+    forms[1].state.copy_(forms[0].state)
+    going_on = torch.ones(500, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(15):
+        actions = torch.randint(0, 2, (500,), generator=generator)
+        (_, _, *ends, infos), (_, _, *other_ends, others) = (e.step(actions) for e in forms)
+        for one, other in zip(ends, other_ends, strict=True):
+            assert torch.equal(one[going_on], other[going_on])
+        difference = infos["final_obs"][going_on] - others["final_obs"][going_on]
+        assert difference.abs().max() < 1e-5
+        going_on &= ~infos["_final_obs"]
+    assert 100 < going_on.sum() < 450
+
+
 # Learning from it
 
 
-def test_only_truncations_bootstrap_from_the_final_observation():
+@SCRIPTS
+def test_only_truncations_bootstrap_from_the_final_observation(module):
     torch.manual_seed(0)
-    agent = baseline.PPO(baseline.Args(**SMALL), 4, 2, CPU)
-    rollout = baseline.Rollout(16, 64, 4, CPU)
+    agent = module.PPO(module.Args(**SMALL), 4, 2, CPU)
+    rollout = module.Rollout(16, 64, 4, CPU)
     rollout.obs.normal_()
     rollout.final_obs.normal_()
     rollout.rewards.normal_()
@@ -165,13 +237,154 @@ def test_only_truncations_bootstrap_from_the_final_observation():
     torch.testing.assert_close(rollout.returns, expected + rollout.values, atol=1e-5, rtol=0)
 
 
+# Parity
+
+
+def make_pair(**flags):
+    """A baseline agent and a variant agent with equal parameters that are not quite the initial."""
+    torch.manual_seed(0)
+    reference = baseline.PPO(baseline.Args(**SMALL), 4, 2, CPU)
+    with torch.no_grad():
+        for parameter in reference.parameters:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    agent = variant.PPO(variant.Args(**SMALL, **flags), 4, 2, CPU)
+    agent.model.load_state_dict(reference.model.state_dict())
+    return reference, agent
+
+
+def run_updates(reference, agent, count, tolerance):
+    """`count` minibatch updates on both, then all metrics and parameters must agree."""
+    obs, actions = torch.randn(256, 4), torch.randint(0, 2, (256,))
+    with torch.no_grad():
+        log_policy, values = reference.model(obs)
+        log_probs = log_policy.gather(1, actions[:, None]).squeeze(1)
+    columns = obs, actions, log_probs, values, torch.randn(256), values + torch.randn(256)
+    for _ in range(count):
+        index = torch.randperm(256)[:64]
+        expected = reference.update(baseline.Batch(*(column[index] for column in columns)))
+        found = agent.update(variant.Batch(*columns), index)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert_same_model(reference, agent, tolerance)
+
+
+def compile_agent(agent):
+    torch._dynamo.reset()
+    variant.compile_agent(agent)
+    return agent
+
+
+@COMPILED
+def test_one_update_agrees(compiled):
+    reference, agent = make_pair()
+    run_updates(reference, compile_agent(agent) if compiled else agent, 1, 1e-5)
+
+
+@COMPILED
+def test_a_hundred_updates_agree(compiled, float64):
+    reference, agent = make_pair()
+    run_updates(reference, compile_agent(agent) if compiled else agent, 100, 1e-9)
+
+
+def test_a_wrong_update_is_noticed():
+    for flag, value in (("clip_coef", 0.01), ("max_grad_norm", 0.1), ("ent_coef", 0.0)):
+        reference, agent = make_pair()
+        setattr(agent.args, flag, value)
+        with pytest.raises(AssertionError):
+            run_updates(reference, agent, 3, 1e-5)
+
+
+@COMPILED
+def test_a_whole_run_on_tensors_agrees(compiled):
+    """The two scripts from the command line's settings to the checkpoint, on one seed."""
+    torch._dynamo.reset()
+    one = read_checkpoint(train(total_timesteps=2048, save_model=True))
+    flags = {"env_backend": "torch", "compile": compiled}
+    other = read_checkpoint(train(variant, total_timesteps=2048, save_model=True, **flags))
+    assert_same(one["agent"]["model"], other["agent"]["model"], tolerance=1e-4)
+    assert torch.equal(one["envs"]["lengths"], other["envs"]["lengths"])
+
+
+def test_no_graph_break_and_no_recompilation(monkeypatch):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counts = []
+    learn = variant.PPO.learn
+
+    def counted(self, *arguments):
+        metrics = learn(self, *arguments)
+        counters = torch._dynamo.utils.counters
+        counts.append((counters["stats"]["unique_graphs"], len(counters["graph_break"])))
+        return metrics
+
+    monkeypatch.setattr(variant.PPO, "learn", counted)
+    train(variant, total_timesteps=3072, compile=True)
+    assert counts == [(3, 0)] * 3, counts
+
+
+def test_the_kernel_is_an_operator_that_compiled_code_calls():
+    """`fullgraph`: policy and environment in one graph, without a break."""
+    envs = variant.CartPole(64, CPU)
+    envs.reset(seed=1)
+    model = variant.ActorCritic(4, 2)
+
+    def step(noise):
+        with torch.no_grad():
+            actions, _, _ = variant.sample(model, envs.state, noise)
+        return envs.step(actions)[0]
+
+    torch._dynamo.reset()
+    before = {name: value.clone() for name, value in envs.state_dict().items()}
+    noise = torch.empty(64, 2).exponential_()
+    expected = step(noise)
+    envs.load_state_dict(before)
+    torch.testing.assert_close(torch.compile(step, fullgraph=True)(noise), expected)
+
+
+def test_differing_hunks_are_marked():
+    assert_hunks_are_marked(baseline, variant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "kernel"])
+def test_graphed_runs_agree_with_eager(backend):
+    """Rollouts before, at and after the capture of every graph: random numbers must go on."""
+    flags = {"total_timesteps": 1024 * 8, "save_model": True, "env_backend": backend}
+    eager = read_checkpoint(train(variant, **flags, exp_name="eager"))
+    graphed = read_checkpoint(train(variant, **flags, cudagraphs=True))
+    if backend == "kernel":
+        assert torch.equal(eager["envs"]["lengths"], graphed["envs"]["lengths"])
+        assert_same(eager["agent"]["model"], graphed["agent"]["model"], tolerance=1e-3)
+    else:
+        assert graphed["envs"]["lengths"].max() > graphed["envs"]["lengths"].min()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threads", [1, 32, 1000, 1024])
+def test_the_kernel_on_the_gpu_is_the_one_on_the_cpu(threads):
+    one, other = (
+        variant.CartPole(1001, torch.device(d), "kernel", threads) for d in ("cpu", "cuda")
+    )
+    for envs in (one, other):
+        envs.reset(seed=1)
+    other.state.copy_(one.state)
+    for _ in range(10):
+        actions = torch.randint(0, 2, (1001,))
+        found, expected = other.step(actions.cuda()), one.step(actions)
+        torch.testing.assert_close(found[0].cpu(), expected[0], atol=1e-5, rtol=0)
+
+
 # Whole runs
 
 
-def test_run_from_end_to_end(tmp_path):
+@pytest.mark.parametrize(
+    "command",
+    [(baseline.SCRIPT,), (variant.SCRIPT,), (variant.SCRIPT, "--compile", "--cudagraphs")],
+    ids=["baseline", "eager", "compile+cudagraphs"],
+)
+def test_run_from_end_to_end(command, tmp_path):
     flags = ("--num-envs=64", "--num-steps=16", "--num-minibatches=2", "--total-timesteps=9000")
     flags += ("--eval-every=5000", "--eval-episodes=3", "--save-model", "--capture-video")
-    result = run(tmp_path, baseline.SCRIPT, *flags)
+    result = run(tmp_path, *command, *flags)
     run_dir, config, stages, values = read_run(tmp_path)
     assert str(run_dir.name) in result.stdout and config["args"]["env_id"] == "CartPole-v1"
     assert stages["window"]["env_steps"] == 8192 - 3 * 1024 and stages["sps_steady"] > 0
@@ -184,33 +397,36 @@ def test_run_from_end_to_end(tmp_path):
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
 
 
-def test_a_resumed_run_is_the_uninterrupted_run():
+@SCRIPTS
+def test_a_resumed_run_is_the_uninterrupted_run(module):
     """Bitwise, environments included: they are tensors like all else."""
-    whole = train(total_timesteps=4096, save_model=True, exp_name="whole")
-    part = train(total_timesteps=4096, save_model=True, exp_name="part", checkpoint_every=2048)
+    flags = {"total_timesteps": 4096, "save_model": True}
+    whole = train(module, **flags, exp_name="whole")
+    part = train(module, **flags, exp_name="part", checkpoint_every=2048)
     assert_same(read_checkpoint(whole), read_checkpoint(part))
-    saved, save = [], baseline.save_checkpoint
+    saved, save = [], module.save_checkpoint
 
     def stop_after_the_first(path, checkpoint):
         saved.append(save(path, checkpoint))
         raise KeyboardInterrupt
 
-    baseline.save_checkpoint = stop_after_the_first
+    module.save_checkpoint = stop_after_the_first
     try:
         with pytest.raises(SystemExit):
-            train(total_timesteps=4096, save_model=True, exp_name="cut", checkpoint_every=2048)
+            train(module, **flags, exp_name="cut", checkpoint_every=2048)
     finally:
-        baseline.save_checkpoint = save
+        module.save_checkpoint = save
     (cut,) = Path("runs").glob("*__cut__*")
     assert read_checkpoint(cut)["global_step"] == 2048
-    train(total_timesteps=4096, save_model=True, resume=str(cut))
+    train(module, **flags, resume=str(cut))
     assert_same(read_checkpoint(whole), read_checkpoint(cut))
 
 
-def test_evaluation_changes_nothing():
-    without = train(total_timesteps=2048, save_model=True, exp_name="without")
+@SCRIPTS
+def test_evaluation_changes_nothing(module):
+    without = train(module, total_timesteps=2048, save_model=True, exp_name="without")
     flags = {"eval_every": 1024, "eval_episodes": 2}
-    evaluated = train(total_timesteps=2048, save_model=True, exp_name="with", **flags)
+    evaluated = train(module, total_timesteps=2048, save_model=True, exp_name="with", **flags)
     assert_same(read_checkpoint(without)["agent"], read_checkpoint(evaluated)["agent"])
     assert len(read_scalars(evaluated)["charts/eval_return"]) == 2
 
@@ -221,21 +437,33 @@ def test_evaluation_changes_nothing():
         (("--num-envs", "0"), ("--num-envs must be positive",)),
         (("--num-envs", "3", "--num-steps", "3"), ("3 x --num-steps 3 = 9", "--num-minibatches 4")),
         (("--num-envs", "4194304000"), ("--num-envs 4194304000", "GB")),
+        (("--threads-per-block", "0"), ("1 to 1024, got 0",)),
+        (("--threads-per-block", "1025"), ("1 to 1024, got 1025",)),
+        (("--cudagraphs", "--no-cuda"), ("--no-cuda",)),
+        (("--env-id", "CartPole-v0"), ()),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(flags, words):
-    done, lines = command_line(baseline, *flags, "--total-timesteps", "1000000000000")
+    done, lines = command_line(variant, *flags, "--total-timesteps", "1000000000000")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     error = [line for line in lines if line.startswith("error")]
-    assert len(error) == 1 and all(word in error[0] for word in words), lines
+    if words:  # otherwise the parser of flags has said it
+        assert len(error) == 1 and all(word in error[0] for word in words), lines
     assert not Path("runs").exists()
+
+
+def test_a_missing_compiler_is_one_line():
+    done, lines = command_line(variant, env=os.environ | {"CXX": "no-such-compiler"})
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--env-backend torch" in lines[-1], done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_cartpole_is_solved_on_gymnasiums_own(seed, tmp_path):
+@pytest.mark.parametrize("command", [(baseline.SCRIPT,), (variant.SCRIPT, "--compile")], ids=str)
+def test_cartpole_is_solved_on_gymnasiums_own(command, seed, tmp_path):
     """475 is where Gymnasium calls CartPole-v1 solved; a random policy gets about 22."""
-    run(tmp_path, baseline.SCRIPT, f"--seed={seed}", "--eval-every=5000000", "--eval-episodes=100")
+    run(tmp_path, *command, f"--seed={seed}", "--eval-every=5000000", "--eval-episodes=100")
     _, _, _, values = read_run(tmp_path)
     assert values["charts/episodic_return"][0][1] < 60, "not a task that starts unsolved"
     assert values["charts/eval_return"][-1][1] >= 475
