@@ -124,11 +124,17 @@ def incomparable(runs: list[Run]) -> str | None:
     """Why `runs` do not belong into one table, or None if they do."""
     for run in runs:
         for other in runs:
-            pairs = {key: (run.config.get(key), other.config.get(key)) for key in ("cpu", "gpu")}
-            pairs["versions"] = run.config.get("versions"), other.config.get("versions")
+            configs = run.config, other.config
+            pairs = {key: [config.get(key) for config in configs] for key in ("gpu", "versions")}
+            # how many threads to take is a script's own choice
+            pairs["cpu"] = [config["cpu"] | {"threads": None} for config in configs]
             if run.script == other.script:
-                for key in (run.config["args"].keys() | other.config["args"].keys()) - FREE_ARGS:
-                    pairs[key] = run.config["args"].get(key), other.config["args"].get(key)
+                one, another = (config["args"] for config in configs)
+                names = one.keys() | another.keys()
+                if (run.row == "baseline") != (other.row == "baseline"):
+                    names = one.keys() & another.keys()  # the variant has flags of its own
+                for key in names - FREE_ARGS:
+                    pairs[key] = one.get(key), another.get(key)
             for key, (one, another) in sorted(pairs.items()):
                 if one != another:
                     return f"{shown(run.path)} has {key} {one}, {shown(other.path)} {another}"

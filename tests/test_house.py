@@ -157,6 +157,16 @@ def test_runs_that_cannot_be_compared_are_refused(runs, capsys):
     assert stopped.value.code == 2 and "batch_size" in capsys.readouterr().err
 
 
+def test_flags_and_threads_of_the_variant_alone_do_not_matter(tmp_path):
+    runs = tmp_path / "runs"
+    make_run(runs, 1, config("baseline"), stages(100))
+    one = config("compile", env_backend="kernel")
+    one["cpu"]["threads"] = 1
+    make_run(runs, 2, one, stages(300))
+    status, record = tabulate(tmp_path, runs)
+    assert status == 0 and {row.get("speedup") for row in record["rows"]} >= {1, 3}
+
+
 # Making the runs, with stand-ins for the scripts
 
 STAND_IN = """
