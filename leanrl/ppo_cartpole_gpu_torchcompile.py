@@ -86,7 +86,7 @@ class Args:
     compile: bool = False
     """compile acting and learning with torch.compile"""
     cudagraphs: bool = False
-    """replay a whole rollout, its preparation and all epochs as CUDA graphs"""
+    """replay a whole rollout (of the kernel), its preparation and all epochs as CUDA graphs"""
     env_backend: Literal["kernel", "torch"] = "kernel"
     """step the environments by a kernel of their own or, as the baseline, by tensor operations"""
     threads_per_block: int = 256
@@ -727,6 +727,7 @@ class CartPole(gym.vector.VectorEnv):
     def step_by_kernel(self, actions: torch.Tensor) -> tuple:
         """`step`."""
         self.random[1] += 1
+        actions = actions.to(torch.int64).expand(self.num_envs).contiguous()  # as the kernel reads
         final, lengths = torch.empty_like(self.state), torch.empty_like(self.lengths)
         ends = torch.empty(2, self.num_envs, dtype=torch.bool, device=self.device)
         terminated, truncated = ends
@@ -1253,7 +1254,8 @@ def main(args: Args) -> Path:
         compile_agent(agent)
     prepare, learn = partial(agent.prepare, rollout), partial(agent.learn, batch)
     if args.cudagraphs and device.type == "cuda":
-        roll_out = CudaGraphModule(roll_out, warmup=3)
+        if args.env_backend == "kernel":  # whose counter goes on in a graph, a Generator does not
+            roll_out = CudaGraphModule(roll_out, warmup=3)
         prepare, learn = (CudaGraphModule(each, warmup=3) for each in (prepare, learn))
 
     kind = {"script": SCRIPT, "env_id": args.env_id, "num_envs": args.num_envs}
