@@ -9,8 +9,9 @@ shapes mean; the hunks that differ start with `# speed:` and say what they buy, 
 to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes on. The first
 rollouts pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
 
-Measured (plots/results/): 326 steps/s with --compile --channels-last on 2 cores of an AMD EPYC
-(AVX2), 1.25 times the baseline. --overlap adds nothing there, where games and network share the
+Measured (plots/results/): Pong-v5, 952,000 steps, seed 1: mean score -5.6 over the last 10 games,
+from -20.4. 326 steps/s with --compile --channels-last on 2 cores of an AMD EPYC (AVX2), 1.25 times
+the baseline. --overlap adds nothing there, where games and network share the
 cores, and --bf16 needs a processor that has it. On a GPU: not measured.
 """
 
