@@ -11,8 +11,8 @@ rollouts pay for compilation: seconds, reported as warm-up, fewer with a warm ca
 
 Measured (plots/results/): Pong-v5, 952,000 steps, seed 1: mean score -5.6 over the last 10 games,
 from -20.4. 326 steps/s with --compile --channels-last on 2 cores of an AMD EPYC (AVX2), 1.25 times
-the baseline. --overlap adds nothing there, where games and network share the
-cores, and --bf16 needs a processor that has it. On a GPU: not measured.
+the baseline. --overlap adds nothing there, where games and network share the cores, and --bf16
+needs a processor that has it. On a GPU: not measured.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
