@@ -181,7 +181,7 @@ def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dic
     """One run without `trick` -> its numbers; ValueError says what went wrong."""
     import speedup
 
-    number = ["", *TRICKS[options.algorithm]].index("" if trick == WHOLE else trick)
+    number = [WHOLE, *TRICKS[options.algorithm]].index(trick)
     log = options.out / "logs" / f"ablation-{options.algorithm}-{number}-seed-{seed}.log"
     command = [sys.executable, "plots/ablation.py", "--algorithm", options.algorithm]
     command += ["--worker", trick, "--seed", str(seed), "--steps", str(options.steps)]

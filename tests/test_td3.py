@@ -549,14 +549,18 @@ def test_replay_and_optimizer_are_those_that_sac_tests(suffix):
 
 @pytest.mark.parametrize("suffix", ["", "_torchcompile"], ids=["baseline", "variant"])
 def test_ppo_is_one_algorithm(suffix):
-    """Why the tests of PPO's advantages, losses and Adam need no repetition for Atari."""
-    found = definitions("ppo_*.py")
-    names = [f"{script}{suffix}.py" for script in ("ppo_continuous_action", "ppo_atari_envpool")]
+    """Why the tests of PPO's advantages, losses and Adam need no repetition for each task."""
+    found, on_cartpole = definitions("ppo_*.py"), f"ppo_cartpole_gpu{suffix}.py"
     for function in ("layer_init", "compute_gae", "policy_loss", "value_loss"):
+        same_kind = [name for name in found[function] if ("_torchcompile" in name) == bool(suffix)]
+        assert len(same_kind) >= 3
+        assert_same_source({name: found[function][name] for name in same_kind})
+    for function in ("sample", "ppo_loss"):  # of a categorical policy
+        names = f"ppo_atari_envpool{suffix}.py", on_cartpole
         assert_same_source({name: found[function][name] for name in names})
     if suffix:
         adam = definitions("sac_*.py")["Adam"]
-        assert_same_source(adam | {names[1]: found["Adam"][names[1]]})
+        assert_same_source(adam | {name: found["Adam"][name] for name in names})
 
 
 # Learning
