@@ -1150,8 +1150,11 @@ def main(args: Args) -> Path:
             # 2. Learn from it in several epochs; with --target-kl, look after each.
             with watch.stage("backpropagation"):
                 batch = agent.prepare(rollout, agent.value(torch.from_numpy(obs).to(device)))
-                order = torch.rand(args.update_epochs, batch_size, device=device).argsort(dim=1)
-                for epochs in order.split(args.update_epochs if args.target_kl is None else 1):
+                orders = [
+                    torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)
+                ]
+                at_once = args.update_epochs if args.target_kl is None else 1
+                for epochs in torch.stack(orders).split(at_once):
                     metrics = agent.learn(batch, epochs)
                     if args.target_kl is not None and metrics[KL] > args.target_kl:
                         break

@@ -1312,8 +1312,11 @@ def main(args: Args) -> Path:
                 host["rewards"][:] = normalizer.reward_all(all_rewards, all_terminated)
                 rollout.upload()
                 returns, values = prepare()
-                order = torch.rand(args.update_epochs, batch_size, device=device).argsort(dim=1)
-                for epochs in order.split(args.update_epochs if args.target_kl is None else 1):
+                orders = [
+                    torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)
+                ]
+                at_once = args.update_epochs if args.target_kl is None else 1
+                for epochs in torch.stack(orders).split(at_once):
                     # speed: on the CPU a call per minibatch; with CUDA graphs one replay for all
                     metrics = agent.learn(epochs)
                     if args.target_kl is not None and metrics[KL] > args.target_kl:
