@@ -524,8 +524,8 @@ class CartPole(gym.vector.VectorEnv):
     gravity, pole_mass, total_mass, half_length, force, tau = 9.8, 0.1, 1.1, 0.5, 10.0, 0.02
     x_limit, theta_limit, max_steps = 2.4, 12 * math.pi / 180, 500
 
-    def __init__(self, num_envs: int, device: torch.device):
-        self.num_envs, self.device = num_envs, device
+    def __init__(self, num_envs: int, device: torch.device | str):
+        self.num_envs, self.device = num_envs, torch.device(device)
         high = np.array([2 * self.x_limit, np.inf, 2 * self.theta_limit, np.inf], np.float32)
         self.single_observation_space = gym.spaces.Box(-high, high, dtype=np.float32)
         self.single_action_space = gym.spaces.Discrete(2)

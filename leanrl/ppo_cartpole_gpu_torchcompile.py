@@ -674,15 +674,19 @@ class CartPole(gym.vector.VectorEnv):
 
     # speed: with a kernel
     def __init__(
-        self, num_envs: int, device: torch.device, backend: str = "kernel", threads: int = 256
+        self,
+        num_envs: int,
+        device: torch.device | str,
+        backend: str = "kernel",
+        threads: int = 256,
     ):
+        self.num_envs, self.device = num_envs, torch.device(device)
         # speed: compiled here, so that what cannot work ends here
         self.threads, self.kernel = threads, None
         if backend == "kernel":
-            build_kernel(device.type)
+            build_kernel(self.device.type)
             self.kernel = kernel_operator()
         self.random = torch.zeros(2, dtype=torch.int64, device=device)  # seed, steps made
-        self.num_envs, self.device = num_envs, device
         high = np.array([2 * self.x_limit, np.inf, 2 * self.theta_limit, np.inf], np.float32)
         self.single_observation_space = gym.spaces.Box(-high, high, dtype=np.float32)
         self.single_action_space = gym.spaces.Discrete(2)

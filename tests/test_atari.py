@@ -344,10 +344,14 @@ def test_a_whole_iteration_agrees(flags):
     torch._dynamo.reset()
     one = read_checkpoint(train(baseline, **common, exp_name="one"))
     other = read_checkpoint(train(variant, **flags))
-    assert_same(one["agent"]["model"], other["agent"]["model"], tolerance=1e-4)
+    one_model, other_model = one["agent"]["model"], other["agent"]["model"]
+    # a ReLU about to switch makes a learning rate of a rounding error: few parameters, and no more
+    assert_same(one_model, other_model, tolerance=1e-3)
+    for name, parameter in one_model.items():
+        assert (parameter - other_model[name]).abs().mean() < 1e-5, name
     torch.manual_seed(1)
     initial = baseline.ActorCritic(A).state_dict()
-    assert (one["agent"]["model"]["actor.weight"] - initial["actor.weight"]).abs().mean() > 1e-5
+    assert (one_model["actor.weight"] - initial["actor.weight"]).abs().mean() > 1e-4
     if "target_kl" in flags:  # one epoch of the four
         assert one["agent"]["optimizer"][0]["step"].item() == 2
 

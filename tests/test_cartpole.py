@@ -176,6 +176,16 @@ def test_it_is_a_vector_environment(make):
     assert envs.observation_space.contains(obs.numpy()) and obs.dtype == torch.float32
 
 
+@SCRIPTS
+def test_gymnasium_makes_it_by_name(module, monkeypatch):
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+    gym.register("CartPoleTensors-v1", vector_entry_point=module.CartPole)
+    envs = gym.make_vec("CartPoleTensors-v1", num_envs=3, device="cpu")
+    obs, _ = envs.reset(seed=1)
+    direct, _ = module.CartPole(3, CPU).reset(seed=1)
+    assert type(envs) is module.CartPole and torch.equal(obs, direct)
+
+
 @pytest.mark.parametrize("count", [1, 2, 255, 257])
 def test_the_kernel_stays_within_its_tensors(count, tmp_path):
     """Under the address sanitizer, with as many environments as no block size divides."""
