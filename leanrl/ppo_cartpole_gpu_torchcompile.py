@@ -523,9 +523,16 @@ def check_args(args: Args) -> None:
         fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
 
 
-# speed: a step in one pass over the 100 bytes of each environment, where tensors make thirty
+# speed: a step in one pass over the 110 bytes of each environment, where tensors make thirty
 KERNEL = r"""
 typedef unsigned long long u64;
+#define TENSORS \
+    const u64 *seed, const u64 *actions, float *state, int *lengths, int *episodes, float *obs, \
+    float *final_obs, float *rewards, float *final_returns, int *final_lengths, \
+    bool *terminated, bool *truncated, bool *ended
+#define NAMES \
+    seed, actions, state, lengths, episodes, obs, final_obs, rewards, final_returns, \
+    final_lengths, terminated, truncated, ended
 
 FUNCTION u64 mix(u64 z) {  // splitmix64 (Steele, Lea and Flood, 2014)
     z += 0x9e3779b97f4a7c15ULL;
@@ -534,34 +541,39 @@ FUNCTION u64 mix(u64 z) {  // splitmix64 (Steele, Lea and Flood, 2014)
     return z ^ (z >> 31);
 }
 
-// of variable k in environment i when the whole has made so many steps: uniform in [-0.05, 0.05)
-FUNCTION float start(u64 seed, u64 steps, u64 i, u64 k) {
-    return (mix(mix(mix(seed) + steps) + 4 * i + k) >> 40) * (0.1f / 16777216) - 0.05f;
+// number k of those that start an episode of environment i: uniform in [0, 1)
+FUNCTION float uniform(u64 seed, u64 i, u64 episode, u64 k) {
+    return (mix(mix(mix(seed) + i) + 4 * episode + k) >> 40) / 16777216.0f;
 }
 
-FUNCTION void reset_one(u64 i, float *state, int *lengths, const u64 *random) {
-    for (int k = 0; k < 4; k++) state[4 * i + k] = start(random[0], random[1], i, k);
-    lengths[i] = 0;
-}
-
-FUNCTION void step_one(u64 i, float *state, int *lengths, const u64 *random, const u64 *actions,
-                       float *final_obs, bool *terminated, bool *truncated, int *final_lengths) {
-    float x = state[4 * i], x_dot = state[4 * i + 1];
-    float theta = state[4 * i + 2], theta_dot = state[4 * i + 3];
-    float sine = sinf(theta), cosine = cosf(theta);
-    float force = actions[i] ? 10.0f : -10.0f;
-    float push = (force + 0.05f * theta_dot * theta_dot * sine) / 1.1f;
+FUNCTION void advance(float *s, u64 action) {  // x, x', theta, theta' by Euler's method
+    float sine = sinf(s[2]), cosine = cosf(s[2]), force = action ? 10.0f : -10.0f;
+    float push = (force + 0.05f * s[3] * s[3] * sine) / 1.1f;
     float inertia = 0.5f * (4.0f / 3 - 0.1f * cosine * cosine / 1.1f);
     float theta_acc = (9.8f * sine - cosine * push) / inertia;
     float x_acc = push - 0.05f * theta_acc * cosine / 1.1f;
-    final_obs[4 * i] = state[4 * i] = x + 0.02f * x_dot;
-    final_obs[4 * i + 1] = state[4 * i + 1] = x_dot + 0.02f * x_acc;
-    final_obs[4 * i + 2] = state[4 * i + 2] = theta + 0.02f * theta_dot;
-    final_obs[4 * i + 3] = state[4 * i + 3] = theta_dot + 0.02f * theta_acc;
-    terminated[i] = fabsf(final_obs[4 * i]) > 2.4f || fabsf(final_obs[4 * i + 2]) > 0.20943951f;
-    final_lengths[i] = ++lengths[i];
+    s[0] += 0.02f * s[1];
+    s[1] += 0.02f * x_acc;
+    s[2] += 0.02f * s[3];
+    s[3] += 0.02f * theta_acc;
+}
+
+FUNCTION void step_one(u64 i, TENSORS) {
+    float s[4];
+    for (int k = 0; k < 4; k++) s[k] = state[4 * i + k];
+    advance(s, actions[i]);
+    for (int k = 0; k < 4; k++) final_obs[4 * i + k] = s[k];
+    rewards[i] = 1;
+    final_returns[i] = final_lengths[i] = ++lengths[i];  // each step is worth 1
+    terminated[i] = fabsf(s[0]) > 2.4f || fabsf(s[2]) > 0.20943951f;
     truncated[i] = lengths[i] >= 500;
-    if (terminated[i] || truncated[i]) reset_one(i, state, lengths, random);
+    ended[i] = terminated[i] || truncated[i];
+    if (ended[i]) {
+        for (int k = 0; k < 4; k++) s[k] = 0.1f * uniform(*seed, i, episodes[i], k) - 0.05f;
+        lengths[i] = 0;
+        episodes[i]++;
+    }
+    for (int k = 0; k < 4; k++) obs[4 * i + k] = state[4 * i + k] = s[k];
 }
 """
 # a loop for g++, a thread per environment for NVRTC
@@ -569,24 +581,17 @@ ON_CPU = r"""
 #include <math.h>
 #define FUNCTION static inline
 %s
-extern "C" void step(long n, int threads, float *state, int *lengths, u64 *random, u64 *actions,
-                     float *final_obs, bool *terminated, bool *truncated, int *final_lengths) {
+extern "C" void step(long n, int threads, TENSORS) {
     #pragma omp parallel for num_threads(threads)
-    for (long i = 0; i < n; i++)
-        step_one(i, state, lengths, random, actions, final_obs, terminated, truncated,
-                 final_lengths);
+    for (long i = 0; i < n; i++) step_one(i, NAMES);
 }
 """
 ON_GPU = r"""
 #define FUNCTION __device__ inline
 %s
-extern "C" __global__ void step(
-    int n, float *state, int *lengths, u64 *random, u64 *actions, float *final_obs,
-    bool *terminated, bool *truncated, int *final_lengths) {
+extern "C" __global__ void step(int n, TENSORS) {
     u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x;
-    if (i < n)
-        step_one(i, state, lengths, random, actions, final_obs, terminated, truncated,
-                 final_lengths);
+    if (i < n) step_one(i, NAMES);
 }
 """
 
@@ -594,15 +599,15 @@ extern "C" __global__ void step(
 # speed: compiled once per process
 @cache
 def build_kernel(device_type: str):
-    """`launch(threads, *tensors)` of the kernel's step; one line says why there is none."""
+    """`launch(threads, read, changed)` of the kernel; one line says why there is none."""
     if device_type == "cuda":
         compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
         if compile_kernel is None:
             fail(f"torch {torch.__version__} compiles no kernels, 2.9 does; or --env-backend torch")
         kernel = compile_kernel(ON_GPU % KERNEL, "step")
 
-        def launch(threads: int, *tensors: torch.Tensor) -> None:
-            n = len(tensors[0])
+        def launch(threads: int, read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
+            n, tensors = len(changed[0]), [*read, *changed]
             kernel(grid=(-(-n // threads), 1, 1), block=(threads, 1, 1), args=[n, *tensors])
 
         return launch
@@ -610,7 +615,7 @@ def build_kernel(device_type: str):
     if compiler is None:
         fail("no g++ to compile the kernel for the CPU: install it, or --env-backend torch")
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "cartpole.cpp"), Path(folder, "cartpole.so")
+        source, library = Path(folder, "step.cpp"), Path(folder, "step.so")
         source.write_text(ON_CPU % KERNEL)
         flags = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
         flags += os.environ.get("CXXFLAGS", "").split()
@@ -621,35 +626,23 @@ def build_kernel(device_type: str):
             fail(f"{compiler} cannot compile the kernel: {' '.join(done.stderr.split())[:300]}")
         step = ctypes.CDLL(str(library)).step
 
-    def launch(threads: int, *tensors: torch.Tensor) -> None:
-        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
-        step(ctypes.c_long(len(tensors[0])), torch.get_num_threads(), *pointers)
+    def launch(threads: int, read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
+        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (*read, *changed))
+        step(ctypes.c_long(len(changed[0])), torch.get_num_threads(), *pointers)
 
     return launch
 
 
-# speed: an operator of its own, so that compiled code may call it and graphs capture it
+# speed: an operator of its own, so that compiled code may call it
 @cache
 def kernel_operator():
-    """leanrl::cartpole_step, which changes all its tensors but the actions in place."""
-    changed = ("state", "lengths", "final_obs", "terminated", "truncated", "final_lengths")
+    """leanrl::cartpole_step, which changes the tensors of its last argument in place."""
 
-    @torch.library.custom_op("leanrl::cartpole_step", mutates_args=changed)
-    def cartpole_step(
-        threads: int,
-        state: torch.Tensor,
-        lengths: torch.Tensor,
-        random: torch.Tensor,
-        actions: torch.Tensor,
-        final_obs: torch.Tensor,
-        terminated: torch.Tensor,
-        truncated: torch.Tensor,
-        final_lengths: torch.Tensor,
-    ) -> None:
-        tensors = state, lengths, random, actions, final_obs, terminated, truncated, final_lengths
-        build_kernel(state.device.type)(threads, *tensors)
+    @torch.library.custom_op("leanrl::cartpole_step", mutates_args={"changed"})
+    def cartpole_step(threads: int, read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
+        build_kernel(read[0].device.type)(threads, read, changed)
 
-    cartpole_step.register_fake(lambda *tensors: None)
+    cartpole_step.register_fake(lambda *arguments: None)
     return cartpole_step
 
 
@@ -684,9 +677,9 @@ class CartPole(gym.vector.VectorEnv):
         # speed: compiled here, so that what cannot work ends here
         self.threads, self.kernel = threads, None
         if backend == "kernel":
-            build_kernel(self.device.type)
-            self.kernel = kernel_operator()
-        self.random = torch.zeros(2, dtype=torch.int64, device=device)  # seed, steps made
+            self.launch, self.kernel = build_kernel(self.device.type), kernel_operator()
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.episodes = torch.zeros(num_envs, dtype=torch.int32, device=device)  # that ended
         high = np.array([2 * self.x_limit, np.inf, 2 * self.theta_limit, np.inf], np.float32)
         self.single_observation_space = gym.spaces.Box(-high, high, dtype=np.float32)
         self.single_action_space = gym.spaces.Discrete(2)
@@ -703,7 +696,8 @@ class CartPole(gym.vector.VectorEnv):
         if seed is not None:
             self.generator.manual_seed(seed)
             # speed: the kernel's own generator
-            self.random.copy_(torch.tensor([seed, 0]))
+            self.seed.fill_(seed)
+            self.episodes.zero_()
         self.state.uniform_(-0.05, 0.05, generator=self.generator)
         self.lengths.zero_()
         return self.state.clone(), {}
@@ -730,17 +724,17 @@ class CartPole(gym.vector.VectorEnv):
     # speed: the same by the kernel
     def step_by_kernel(self, actions: torch.Tensor) -> tuple:
         """`step`."""
-        self.random[1] += 1
         actions = actions.to(torch.int64).expand(self.num_envs).contiguous()  # as the kernel reads
-        final, lengths = torch.empty_like(self.state), torch.empty_like(self.lengths)
-        ends = torch.empty(2, self.num_envs, dtype=torch.bool, device=self.device)
-        terminated, truncated = ends
-        tensors = self.state, self.lengths, self.random, actions, final, terminated, truncated
-        self.kernel(self.threads, *tensors, lengths)
-        ended = terminated | truncated
+        obs, final, lengths = map(torch.empty_like, (self.state, self.state, self.lengths))
+        rewards, returns = (torch.empty(self.num_envs, device=self.device) for _ in range(2))
+        terminated, truncated, ended = (torch.empty_like(rewards, dtype=torch.bool) for _ in "123")
+        changed = [self.state, self.lengths, self.episodes, obs, final, rewards, returns, lengths]
+        changed += [terminated, truncated, ended]
+        call = self.kernel if torch.compiler.is_compiling() else self.launch  # which costs less
+        call(self.threads, [self.seed, actions], changed)
         infos = {"final_obs": final, "_final_obs": ended, "_episode": ended}
-        infos["episode"] = {"r": lengths.float(), "l": lengths}  # each step is worth 1
-        return self.state.clone(), torch.ones_like(final[:, 0]), terminated, truncated, infos
+        infos["episode"] = {"r": returns, "l": lengths}
+        return obs, rewards, terminated, truncated, infos
 
     def dynamics(self, state: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """States (N, 4), actions (N,) -> next states (N, 4), by Euler's method."""
@@ -758,14 +752,16 @@ class CartPole(gym.vector.VectorEnv):
     def state_dict(self) -> dict:
         names = {"state": self.state, "lengths": self.lengths}
         # speed: with the kernel's generator
-        return names | {"generator": self.generator.get_state(), "random": self.random}
+        names |= {"seed": self.seed, "episodes": self.episodes}
+        return names | {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict) -> None:
         self.state.copy_(state["state"])
         self.lengths.copy_(state["lengths"])
         self.generator.set_state(state["generator"])
         # speed: the kernel's
-        self.random.copy_(state["random"])
+        self.seed.copy_(state["seed"])
+        self.episodes.copy_(state["episodes"])
 
 
 def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
