@@ -551,6 +551,7 @@ def test_replay_and_optimizer_are_those_that_sac_tests(suffix):
 def test_ppo_is_one_algorithm(suffix):
     """Why the tests of PPO's advantages, losses and Adam need no repetition for each task."""
     found, on_cartpole = definitions("ppo_*.py"), f"ppo_cartpole_gpu{suffix}.py"
+    on_pendulum = f"ppo_pendulum_gpu{suffix}.py"
     for function in ("layer_init", "compute_gae", "policy_loss", "value_loss"):
         same_kind = [name for name in found[function] if ("_torchcompile" in name) == bool(suffix)]
         assert len(same_kind) >= 3
@@ -558,7 +559,14 @@ def test_ppo_is_one_algorithm(suffix):
     for function in ("sample", "ppo_loss"):  # of a categorical policy
         names = f"ppo_atari_envpool{suffix}.py", on_cartpole
         assert_same_source({name: found[function][name] for name in names})
+    for function in ("ActorCritic", "Batch", "gaussian_log_prob", "ppo_loss"):  # of a Gaussian one
+        names = f"ppo_continuous_action{suffix}.py", on_pendulum
+        assert_same_source({name: found[function][name] for name in names})
+    functions = ["check_args", "free_bytes", "make_envs"]  # with environments on the device
+    for function in functions + (["build_kernel", "compile_agent"] if suffix else []):
+        assert_same_source({name: found[function][name] for name in (on_cartpole, on_pendulum)})
     if suffix:
+        names = f"ppo_atari_envpool{suffix}.py", on_cartpole, on_pendulum
         adam = definitions("sac_*.py")["Adam"]
         assert_same_source(adam | {name: found["Adam"][name] for name in names})
 

@@ -1,0 +1,1196 @@
+"""Proximal Policy Optimization (PPO) on thousands of pendulums that are one tensor: the baseline.
+
+    python leanrl/ppo_pendulum_gpu.py                               # 4,096 environments, 3 M steps
+    python leanrl/ppo_pendulum_gpu.py --num-envs 65536 --num-minibatches 256
+    python leanrl/ppo_pendulum_gpu.py --eval-every 1000000          # on Gymnasium's own Pendulum-v1
+    python leanrl/ppo_pendulum_gpu.py --resume runs/RUN             # go on from its checkpoint.pt
+    python leanrl/ppo_pendulum_gpu.py --help                        # every flag
+
+Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.06347), with
+generalized advantage estimation (arXiv:1506.02438). The environment is Gymnasium's Pendulum-v1
+written as PyTorch operations over all environments at once: it lives where the network lives, on
+the GPU if there is one, and nothing but metrics leaves that device. An episode is never terminated:
+it is truncated after 200 steps and bootstraps from the value of its final observation.
+`charts/episodic_return` is the mean over the episodes that ended in a rollout.
+
+It is ppo_cartpole_gpu.py with another environment and the Gaussian policy of
+ppo_continuous_action.py, so `diff` shows what a task of your own takes.
+
+Measured (plots/results/): see ppo_pendulum_cpu.md. On a GPU: not measured.
+
+Shapes: T steps of a rollout, N environments, B batch, A = 1 action, O = 3. A run writes
+runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json, and
+where asked for with checkpoint.pt and videos/.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import zipfile
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tqdm
+import tyro
+from torch.optim import Adam
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    """name of this experiment, part of the run directory's name"""
+    seed: int = 1
+    """seed of the environments and of every random generator"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
+    cuda: bool = True
+    """train on CUDA where there is a device"""
+    track: bool = False
+    """also send the run to Weights & Biases"""
+    wandb_project_name: str = "leanRL"
+    """the wandb project"""
+    wandb_entity: str | None = None
+    """the wandb team"""
+    capture_video: bool = False
+    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
+    save_model: bool = False
+    """write checkpoint.pt at the end of the run"""
+    checkpoint_every: int = 0
+    """also write it every so many environment steps; 0: never"""
+    resume: str | None = None
+    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
+    eval_every: int = 0
+    """evaluate every so many environment steps, and at the end; 0: never"""
+    eval_episodes: int = 10
+    """episodes per evaluation, each in an environment of its own"""
+    stopwatch: Literal["off", "time", "trace"] = "time"
+    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+
+    env_id: Literal["Pendulum-v1"] = "Pendulum-v1"
+    """the environment, in Gymnasium's words"""
+    total_timesteps: int = 3_000_000
+    """environment steps of the whole run, over all environments; rounded down to whole rollouts"""
+    learning_rate: float = 3e-3
+    """learning rate of the optimizer, at first"""
+    anneal_lr: bool = True
+    """lower the learning rate from rollout to rollout, linearly to zero at the end of the run"""
+    num_envs: int = 4096
+    """environments stepped side by side"""
+    num_steps: int = 16
+    """steps of a rollout in each environment"""
+    gamma: float = 0.95
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 16
+    """minibatches per epoch"""
+    update_epochs: int = 4
+    """passes over a rollout"""
+    norm_adv: bool = True
+    """normalize the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """how far the ratio of new to old probabilities may go from 1 before its gradient ends"""
+    clip_vloss: bool = False
+    """clip the change of the value in the same way: little, where values are about -100"""
+    ent_coef: float = 0.0
+    """weight of the entropy in the loss"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """longest gradient; longer ones are scaled down to it"""
+    target_kl: float | None = None
+    """end the epochs when the policy has gone so far, in KL divergence, from the old one"""
+
+
+# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+import re  # noqa: E402, F811
+import time  # noqa: E402, F811
+from collections import Counter, namedtuple  # noqa: E402, F811
+from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
+from itertools import pairwise  # noqa: E402, F811
+
+import torch  # noqa: E402, F811
+
+STAGES = (
+    "simulation",
+    "inference",
+    "replay",
+    "backpropagation",
+    "logging",
+    "checkpoint",
+    "evaluation",  # stays out of the steady window and of the warm-up
+)
+GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
+TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
+# CPU time goes to the first of these fields that a moment belongs to
+CPU_FIELDS = ("cuda_wait_s", "cuda_launch_s", "backend_s", "python_s", "simulator_s")
+CALL_FIELDS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
+TRACE_FIELDS = (*CPU_FIELDS, "gpu_s", "gpu_overlap_s", *CALL_FIELDS)
+
+
+class Stage:
+    """Self-time (seconds) and entries of one stage, kept by `with watch.stage(name): ...`."""
+
+    __slots__ = ("watch", "name", "seconds", "count", "begin", "parent")
+
+    def __init__(self, watch, name):
+        self.watch, self.name, self.parent = watch, name, None
+        self.seconds, self.count = 0.0, 0
+
+    def __enter__(self):
+        watch = self.watch
+        if self.parent is not None:
+            raise RuntimeError(f"stage {self.name!r} is open already")
+        begin = watch.clock()  # the last call, so that Ctrl-C cannot leave the rest half done
+        self.begin, self.parent, watch.current = begin, watch.current, self
+
+    def __exit__(self, kind, value, traceback):
+        watch, parent = self.watch, self.parent
+        watch.current, self.parent = parent, None  # first, so that Ctrl-C cannot prevent it
+        spent = watch.clock() - self.begin
+        self.seconds += spent
+        parent.seconds -= spent
+        self.count += 1
+
+
+class Stopwatch:
+    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
+
+    __slots__ = ("clock", "contexts", "current", "around", "__dict__")  # slots: looked up faster
+
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=200, trace_iterations=20):
+        if mode not in ("off", "time", "trace"):
+            raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
+        self.device, self.mode, self.clock = device, mode, time.perf_counter
+        self.on_gpu = device.type == "cuda"
+        self.sampling = self.on_gpu and mode != "off"
+        self.synchronize = (lambda: torch.cuda.synchronize(device)) if self.on_gpu else lambda: None
+        self.stages = self.contexts = {name: Stage(self, name) for name in (*STAGES, "untracked")}
+        self.untracked = self.current = self.stages["untracked"]
+        self.own = Stage(self, "stopwatch")  # what samples cost, kept out of the other stages
+        self.evaluation = self.stages["evaluation"]
+        self.around = None  # on a sampled or traced iteration: what to put around each stage
+        self.cost = self._calibrate()
+        if mode == "off":
+            self.stages, self.contexts = {}, dict.fromkeys(STAGES, nullcontext())
+            self.contexts["evaluation"] = self.evaluation
+        self.env_steps, self.steady, self.result, self.trace = 0, False, None, None
+        self.course = self._course(warmup_steps, trace_after, trace_iterations)
+        self._open_window()
+        self.born = self.start
+
+    def stage(self, name):
+        """The context manager of one of STAGES; KeyError for any other name."""
+        stage = self.contexts[name]
+        return self.around(stage) if self.around else stage
+
+    def tick(self, env_steps):
+        """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
+        self.env_steps, self.ticked = env_steps, self.clock() - self.evaluation.seconds
+        self.iterations += 1
+        next(self.course, None)
+
+    def steady_sps(self):
+        """Environment steps per second of the steady window so far; None before it has any."""
+        if self.result:
+            return self.result["sps_steady"]
+        steps = self.env_steps - self.first_step
+        return steps / (self.ticked - self.start) if self.steady and steps else None
+
+    def inclusive_sps(self):
+        """All environment steps / all seconds since construction."""
+        return self.env_steps / (self.clock() - self.born)
+
+    def report(self):
+        """Print the table; return the dict of stages.json (SI units, None where not measured)."""
+        self.course.close()  # gives up a trace window that is still open
+        self.result = self.result or self._close_window()
+        run = {"wall_seconds": self.clock() - self.born, "sps_inclusive": self.inclusive_sps()}
+        report = {"schema": 1, "mode": self.mode, **run, **self.result, "trace": self.trace}
+        print(table(report))
+        return report
+
+    def _course(self, warmup_steps, trace_after, trace_iterations):
+        """The course of a run, one `yield` per tick."""
+        while self.env_steps < warmup_steps:
+            yield
+        self.steady = True
+        self._open_window()
+        while self.mode != "trace" or self.iterations < trace_after:
+            due = self.iterations % GPU_SAMPLE_EVERY == 0 and len(self.spans) < 10_000
+            self.around = self._between_events if due and self.sampling else None
+            yield
+            if self.around:
+                self.samples += 1
+                if self.ticked - self.asked > 1:  # NVML takes its time
+                    self.asked = self.ticked
+                    with self.own, suppress(Exception):  # nvidia-ml-py is optional
+                        self.nvml.append(torch.cuda.utilization(self.device))
+        self.result = self._close_window()
+        with torch.profiler.profile() as profiler:
+            yield  # this iteration pays for the profiler's buffers and does not count
+            self.synchronize()
+            first_step, self.around = self.env_steps, self._annotated
+            with torch.profiler.record_function(TRACE_PREFIX + "untracked"):
+                for _ in range(trace_iterations):
+                    yield
+                self.synchronize()
+            self.around = None
+        events, steps = profiler.profiler.kineto_results.events(), self.env_steps - first_step
+        untraced = self.result["window"]["seconds"] / trace_after
+        self.trace = reduce_trace(events, trace_iterations, steps, untraced)
+
+    def _open_window(self):
+        """Count anew: at construction and at the end of the warm-up."""
+        self.evaluated = self.evaluation.seconds  # in the warm-up
+        for stage in (*self.stages.values(), self.own, self.evaluation):
+            stage.seconds, stage.count = 0.0, 0
+        self.samples, self.spans, self.nvml = 0, [], []
+        self.first_step, self.iterations = self.env_steps, 0
+        self.gpm = gpm(self.device) if self.sampling else None
+        self.synchronize()
+        self.start = self.ticked = self.asked = self.clock()
+
+    def _close_window(self):
+        """What report() tells of the steady window or, if the warm-up did not end, of the run."""
+        begin, self.around = self.clock(), None
+        self.synchronize()  # GPU work still queued belongs to the window
+        self.ticked += self.clock() - begin
+        seconds, (inside, outside) = self.ticked - self.start, self.cost
+        self.untracked.count = self.iterations  # as if a tick cost what a stage does: a bit less
+        calls = sum(stage.count for stage in self.stages.values())
+        # the stages have subtracted theirs
+        self.untracked.seconds += seconds + self.evaluation.seconds - calls * outside
+        overhead = self.own.seconds + calls * (inside + outside)
+        spans, stages = Counter(), {}
+        for name, first, last in self.spans:
+            spans[name] += first.elapsed_time(last) / 1e3 * self.iterations / max(self.samples, 1)
+        for name, stage in self.stages.items():
+            own, span = max(0.0, stage.seconds - stage.count * inside), spans.get(name)
+            stages[name] = {"seconds": own, "count": stage.count, "gpu_span_seconds": span}
+        window = {"steady": self.steady, "seconds": seconds, "iterations": self.iterations}
+        gpu = {"nvml_util": sum(self.nvml) / len(self.nvml) if self.nvml else None}
+        gpu["sm_util"] = gpm(self.device, self.gpm) if self.gpm else None
+        peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
+        return {
+            "sps_steady": self.steady_sps(),
+            "warmup_seconds": self.start - self.born - self.evaluated if self.steady else None,
+            "overhead_pct": 100 * overhead / seconds if seconds else None,
+            "window": window | {"env_steps": self.env_steps - self.first_step},
+            "stages": stages,
+            "gpu": gpu | {"memory_peak_bytes": peak},
+        }
+
+    @contextmanager
+    def _between_events(self, stage):
+        with self.own:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+        with stage:
+            yield
+        with self.own:
+            last.record()
+            self.spans.append((stage.name, first, last))
+
+    @contextmanager
+    def _annotated(self, stage):
+        with torch.profiler.record_function(TRACE_PREFIX + stage.name), stage:
+            yield
+
+    def _calibrate(self):
+        """Seconds that an empty stage adds to itself and to its parent, the least of 5 trials."""
+        stage, trials = self.stages["simulation"], []
+        for _ in range(5):
+            stage.seconds, begin = 0.0, self.clock()
+            for _ in range(1000):
+                with self.stage("simulation"):
+                    pass
+            trials.append((self.clock() - begin, stage.seconds))
+        both, inside = min(trials)
+        return inside / 1000, (both - inside) / 1000
+
+
+def gpm(device, first=None):
+    """A sample of NVML's GPU performance monitor; after a `first`, percent of busy SMs since."""
+    with suppress(Exception):  # needs Hopper or newer, and nvidia-ml-py, which is optional
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        alloc = nvml.nvmlGpmSampleAlloc()
+        sample = nvml.nvmlGpmSampleGet(nvml.nvmlDeviceGetHandleByUUID(gpu), alloc)
+        if first is None:
+            return sample
+        query = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, first, sample)
+        query.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+        return nvml.nvmlGpmMetricsGet(query).metrics[0].value
+
+
+def layer(event):
+    """The seconds in TRACE_FIELDS that a Kineto event adds to, or "stage", "overhead" or None."""
+    name, on_cpu = event.name(), event.device_type() == torch.autograd.DeviceType.CPU
+    if event.is_user_annotation():
+        return "stage" if on_cpu and name.startswith(TRACE_PREFIX) else None
+    known = event.activity_type() if hasattr(event, "activity_type") else None  # since torch 2.12
+    names = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
+    if known == "overhead" or name in names:
+        return "overhead"
+    if on_cpu and re.match("cu(da)?[A-Z]", name):
+        waits = re.search("Synchronize|Memcpy(?!.*Async)", name)
+        return "cuda_wait_s" if waits else "cuda_launch_s"
+    return "backend_s" if on_cpu else "gpu_s"
+
+
+def reduce_trace(events, iterations, env_steps, untraced_seconds):
+    """Kineto events of a trace window -> "trace" of stages.json; `untraced_seconds` per iteration.
+
+    One sweep over time: the innermost stage, by its annotation, owns the moment and the calls that
+    start in it, on whatever thread. The annotation "untracked" is the window.
+    """
+    Call = namedtuple("Call", "layer name id thread")
+    to_pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
+    edges = []
+    for e in events:
+        kind, start, end = layer(e), e.start_ns(), e.start_ns() + max(1, e.duration_ns())
+        if kind == "cuda_launch_s" and e.correlation_id() in to_pageable:
+            kind = "cuda_wait_s"  # such a copy blocks
+        call = Call(kind, e.name(), e.correlation_id(), e.start_thread_id())
+        if kind:
+            edges += (start, 1, -end, call), (end, 0, 0, call)  # sorts ends first, then parents
+
+    stages = {name: Counter() for name in (*STAGES, "untracked", None)}  # None: out of the window
+    stack, running, launcher, kernels = [None], [], {}, []
+    for (at, opens, _, call), (until, *_) in pairwise(sorted(edges)):
+        if call.layer == "stage":
+            stack.append(call.name[len(TRACE_PREFIX) :]) if opens else stack.pop()
+        elif not opens:
+            running.remove(call)
+        else:
+            stage, family = stages[stack[-1]], call.layer[:4]  # waits and launches are both "cuda"
+            outermost = (call.thread, family) not in [(c.thread, c.layer[:4]) for c in running]
+            if family == "cuda":
+                launcher[call.id] = stack[-1]  # all kernels of a graph replay share its id
+            if family == "cuda" and outermost:
+                stage["cuda_api_calls"] += 1
+                stage["kernel_launches"] += re.search("Launch.*Kernel", call.name) is not None
+                stage["graph_replays"] += "GraphLaunch" in call.name
+            elif call.layer == "backend_s" and outermost:
+                stage["backend_calls"] += 1
+            elif call.layer == "gpu_s" and not call.name.startswith(("Memcpy", "Memset")):
+                kernels.append(call.id)
+            running.append(call)
+        if stack[-1]:
+            stage, layers = stages[stack[-1]], {call.layer for call in running}
+            span = (until - at) / 1e9
+            rest = "simulator_s" if stack[-1] == "simulation" else "python_s"
+            stage[next((f for f in ("overhead", *CPU_FIELDS) if f in layers), rest)] += span
+            stage["gpu_overlap_s"] += span * ("gpu_s" in layers)
+            for name in {launcher.get(call.id) for call in running if call.layer == "gpu_s"}:
+                stages[name]["gpu_s"] += span
+    for kernel in kernels:
+        stages[launcher.get(kernel)]["kernels"] += 1
+
+    del stages[None]
+    total = sum(stages.values(), Counter())
+    cpu = sum(total[field] for field in CPU_FIELDS)
+    on_gpu = launcher or total["gpu_overlap_s"]
+    missing = () if on_gpu else ("cuda", "gpu", "kernel", "graph")
+    trace = {"iterations": iterations, "env_steps": env_steps}
+    trace["inflation"] = cpu / iterations / untraced_seconds
+    trace["gpu_busy"] = total["gpu_overlap_s"] / (cpu + total["overhead"]) if on_gpu else None
+    for name, stage in stages.items():
+        stages[name] = {f: None if f.startswith(missing) else stage[f] for f in TRACE_FIELDS}
+    return trace | {"stages": stages}
+
+
+def table(report):
+    """`report` as text of at most 80 columns; what was not measured does not appear."""
+
+    def short(x):
+        return f"{x:,.0f}" if 100 <= x < 1e6 else f"{x:.3g}"
+
+    def rows(stages, columns, steps):  # columns: {title: (field, factor)}, values are per step
+        measured = {f for stage in stages.values() for f in stage if stage[f] is not None}
+        columns = {title: c for title, c in columns.items() if c[0] in measured}
+        yield f"{'stage':15}" + "".join(f"{title:>10}" for title in columns)
+        for name, stage in stages.items():
+            cells = (short((stage[f] or 0) * factor / steps) for f, factor in columns.values())
+            yield f"{name:15}" + "".join(f"{cell:>10}" for cell in cells)
+
+    window, trace, gpu = report["window"], report["trace"], report["gpu"]
+    stages, steps = dict(report["stages"]), max(window["env_steps"], 1)
+    evaluation = stages.pop("evaluation", {"count": 0})
+    stages = {name: stage for name, stage in stages.items() if stage["count"]}
+    share = 100 * steps / (sum(stage["seconds"] for stage in stages.values()) or 1)
+    columns = {"seconds": ("seconds", steps), "share %": ("seconds", share)}
+    columns |= {"us/step": ("seconds", 1e6), "entries": ("count", steps)}
+    lines = ["stopwatch: " + ("steady window" if window["steady"] else "the warm-up did not end")]
+    if stages:
+        lines += rows(stages, columns | {"GPU us": ("gpu_span_seconds", 1e6)}, steps)
+        lines.append(f"{'total':15}{short(window['seconds']):>10}")
+    if evaluation["count"]:
+        lines.append(f"{'evaluation':15}{short(evaluation['seconds']):>10}  not in the total")
+    numbers = {"steady steps/s": report["sps_steady"], "all steps/s": report["sps_inclusive"]}
+    numbers |= {"warm-up s": report["warmup_seconds"], "stopwatch %": report["overhead_pct"]}
+    numbers |= {"GPU util. %": gpu["nvml_util"], "SM util. %": gpu["sm_util"]}
+    if trace:
+        lines.append("traced, per step: microseconds, then calls")
+        titles = "CUDA wait", "launch", "backend", "python", "simulator", "GPU"
+        times = {t: (f, 1e6) for t, f in zip(titles, TRACE_FIELDS, strict=False)}
+        traced = {name: stage for name, stage in trace["stages"].items() if name in stages}
+        lines += rows(traced, times, trace["env_steps"])
+        titles = "operators", "CUDA API", "launches", "replays", "kernels"
+        calls = {t: (f, 1) for t, f in zip(titles, CALL_FIELDS, strict=True)}
+        lines += rows(traced, calls, trace["env_steps"])
+        numbers |= {"inflation": trace["inflation"], "GPU busy": trace["gpu_busy"]}
+    elif report["mode"] == "trace":
+        lines.append("the run ended before the trace window did: no trace")
+    lines += [f"{name:15}{short(x):>10}" for name, x in numbers.items() if x is not None]
+    return "\n".join(lines)
+
+
+# <<< stopwatch <<<
+
+
+def fail(message: str) -> None:
+    """Ends the program with a one-line error and exit status 2, as argument errors do."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args: Args) -> None:
+    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
+    for name in (
+        "total_timesteps",
+        "num_envs",
+        "num_steps",
+        "num_minibatches",
+        "update_epochs",
+        "max_grad_norm",
+        "eval_episodes",
+    ):
+        if getattr(args, name) <= 0:
+            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    for name in ("checkpoint_every", "eval_every"):
+        if getattr(args, name) < 0:
+            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        fail(
+            f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {batch_size} steps "
+            f"cannot be divided into --num-minibatches {args.num_minibatches}"
+        )
+    if batch_size == args.num_minibatches and args.norm_adv:
+        fail("minibatches of one step have no deviation to normalize by: --no-norm-adv")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is less than a rollout of {batch_size}")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track needs wandb: pip install -r requirements/wandb.txt")
+    if args.capture_video and importlib.util.find_spec("moviepy") is None:
+        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def wrap(theta: torch.Tensor) -> torch.Tensor:
+    """Angles -> the same angles in [-pi, pi)."""
+    # in float64: float32 has 2 pi wrong by 1.7e-7, which every turn would add to the angle
+    return torch.remainder(theta.double() + math.pi, 2 * math.pi).sub(math.pi).to(theta.dtype)
+
+
+class Pendulum(gym.vector.VectorEnv):
+    """N environments Pendulum-v1 as tensors on `device`, which reset in the step that ends them.
+
+    Everything that `step` returns is a tensor there, infos included, and dense: `final_obs` is the
+    observation before any reset, `episode` has return and length so far, `_final_obs` and
+    `_episode` are the mask of those that ended. Nothing waits for the device.
+    """
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    gravity, mass, length, tau = 10.0, 1.0, 1.0, 0.05
+    max_speed, max_torque, max_steps = 8.0, 2.0, 200
+
+    def __init__(self, num_envs: int, device: torch.device | str):
+        self.num_envs, self.device = num_envs, torch.device(device)
+        high = np.array([1, 1, self.max_speed], np.float32)
+        self.single_observation_space = gym.spaces.Box(-high, high, dtype=np.float32)
+        self.single_action_space = gym.spaces.Box(-self.max_torque, self.max_torque, (1,))
+        self.observation_space, self.action_space = (
+            gym.vector.utils.batch_space(space, num_envs)
+            for space in (self.single_observation_space, self.single_action_space)
+        )
+        self.generator = torch.Generator(device)
+        self.state = torch.zeros(num_envs, 2, device=device)  # theta, 0 is upright, and theta'
+        self.starts = torch.tensor([math.pi, 1.0], device=device)  # how far from 0 a state starts
+        self.returns = torch.zeros(num_envs, device=device)
+        self.lengths = torch.zeros(num_envs, dtype=torch.int32, device=device)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        """Starts all episodes -> observations (N, 3), {}."""
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        self.state.uniform_(-1, 1, generator=self.generator).mul_(self.starts)
+        self.returns.zero_()
+        self.lengths.zero_()
+        return self.observe(self.state), {}
+
+    def step(self, actions: torch.Tensor) -> tuple:
+        """Actions (N, 1) -> observations (N, 3), rewards, terminated, truncated, each (N,), infos.
+
+        An action is a torque in N m; one beyond +-2 counts as +-2.
+        """
+        actions = actions.to(torch.float32).expand(self.num_envs, 1)  # other shapes fail
+        final, rewards = self.dynamics(self.state, actions)
+        self.returns += rewards
+        self.lengths += 1
+        truncated = self.lengths >= self.max_steps
+        returns, lengths = self.returns.clone(), self.lengths.clone()
+        fresh = torch.empty_like(final).uniform_(-1, 1, generator=self.generator) * self.starts
+        self.state = torch.where(truncated[:, None], fresh, final)
+        self.returns.masked_fill_(truncated, 0)
+        self.lengths.masked_fill_(truncated, 0)
+        infos = {"final_obs": self.observe(final), "_final_obs": truncated, "_episode": truncated}
+        infos["episode"] = {"r": returns, "l": lengths}
+        return self.observe(self.state), rewards, torch.zeros_like(truncated), truncated, infos
+
+    def dynamics(self, state: torch.Tensor, actions: torch.Tensor) -> tuple:
+        """States (N, 2), actions (N, 1) -> next states (N, 2), rewards (N,).
+
+        Semi-implicit Euler: the angle moves with the new speed. The reward is that of the state
+        before, as in Gymnasium.
+        """
+        # Gymnasium lets the angle grow, in float64. In float32 one of 80, some 13 turns, could be
+        # stored only to 4e-6; wrapped, to 1.2e-7
+        theta, theta_dot = wrap(state[:, 0]), state[:, 1]
+        torque = actions[:, 0].clamp(-self.max_torque, self.max_torque)
+        costs = theta.square() + 0.1 * theta_dot.square() + 0.001 * torque.square()
+        theta_acc = 3 * self.gravity / (2 * self.length) * theta.sin()
+        theta_acc = theta_acc + 3 / (self.mass * self.length**2) * torque
+        theta_dot = (theta_dot + self.tau * theta_acc).clamp(-self.max_speed, self.max_speed)
+        theta = wrap(theta + self.tau * theta_dot)
+        return torch.stack([theta, theta_dot], dim=1), -costs
+
+    def observe(self, state: torch.Tensor) -> torch.Tensor:
+        """States (N, 2) -> observations (N, 3)."""
+        theta, theta_dot = state.unbind(1)
+        return torch.stack([theta.cos(), theta.sin(), theta_dot], dim=1)
+
+    def state_dict(self) -> dict:
+        names = {"state": self.state, "returns": self.returns, "lengths": self.lengths}
+        return names | {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state.copy_(state["state"])
+        self.returns.copy_(state["returns"])
+        self.lengths.copy_(state["lengths"])
+        self.generator.set_state(state["generator"])
+
+
+def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
+    """N of Gymnasium's own environments, to evaluate on, which reset in `SAME_STEP` mode.
+
+    The first episode of the first one becomes `video`-episode-0.mp4, if that is given.
+    """
+
+    def make_env(index: int) -> gym.Env:
+        if video is None or index > 0:
+            env = gym.make(env_id)
+        else:
+            env = gym.make(env_id, render_mode="rgb_array")
+            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # of other names
+            env = gym.wrappers.RecordVideo(
+                env, str(video.parent), name_prefix=video.name, episode_trigger=lambda i: i == 0
+            )
+        return gym.wrappers.RecordEpisodeStatistics(env)
+
+    try:
+        envs = gym.vector.SyncVectorEnv(
+            [partial(make_env, i) for i in range(num_envs)],
+            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
+        )
+    except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
+        fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
+    return envs
+
+
+def run_config(args: Args, device: torch.device) -> dict:
+    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
+
+    def output(*command: str) -> str | None:
+        try:
+            return subprocess.check_output(
+                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
+            ).strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
+    gpu, driver = None, None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "args": asdict(args),
+        "command": " ".join(sys.argv),
+        "git_commit": output(
+            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+        ),
+        "cpu": {
+            "model": model[1] if model else None,
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
+        },
+        "gpu": gpu,
+        "gpu_driver": driver,
+        "load_average": os.getloadavg(),
+        "python": sys.version.split()[0],
+        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
+    }
+
+
+def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
+    """Orthogonal weights, no bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ActorCritic(nn.Module):
+    """Gaussian policy, whose deviation does not depend on the state, and the value of a state."""
+
+    def __init__(self, obs_dim: int, action_dim: int):
+        super().__init__()
+        self.critic = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 1), gain=1.0),
+        )
+        self.actor_mean = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, action_dim), gain=0.01),
+        )
+        self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
+        return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
+
+
+class Batch(NamedTuple):
+    """B steps of a rollout, float32; log_probs and values as they were when it was made."""
+
+    obs: torch.Tensor  # (B, O)
+    actions: torch.Tensor  # (B, A)
+    log_probs: torch.Tensor  # (B,)
+    values: torch.Tensor  # (B,)
+    advantages: torch.Tensor  # (B,)
+    returns: torch.Tensor  # (B,)
+
+
+class Rollout:
+    """T steps of N environments on `device`."""
+
+    def __init__(
+        self, steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device
+    ):
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.zeros(steps, num_envs, *shape, device=device)
+
+        self.obs, self.final_obs = empty(obs_dim), empty(obs_dim)  # what a step saw, and led to
+        self.actions = empty(action_dim)
+        self.log_probs, self.values, self.rewards = empty(), empty(), empty()
+        self.terminated, self.ended = empty(), empty()  # 1 where it did; `ended` by either kind
+        self.returns_at_end = empty()  # return of the episode that ended, otherwise 0
+        self.advantages, self.returns = empty(), empty()
+
+    def batch(self) -> Batch:
+        """All B = T N steps."""
+        columns = self.log_probs, self.values, self.advantages, self.returns
+        return Batch(*(column.flatten(0, 1) for column in (self.obs, self.actions, *columns)))
+
+
+def gaussian_log_prob(
+    actions: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor
+) -> torch.Tensor:
+    """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
+    z = (actions - mean) * (-log_std).exp()
+    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+
+
+def sample(
+    model: ActorCritic, obs: torch.Tensor, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """obs (N, O), normal noise (N, A) -> actions (N, A), log_probs (N,), values (N,)."""
+    mean, log_std, values = model(obs)
+    actions = mean + log_std.exp() * noise
+    return actions, gaussian_log_prob(actions, mean, log_std), values
+
+
+def compute_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    next_values: torch.Tensor,
+    ended: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> torch.Tensor:
+    """Generalized advantage estimation (arXiv:1506.02438, equation 16) -> advantages (T, N).
+
+    All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
+    termination, that of the final observation after a truncation. `ended` is 1 after either.
+    """
+    deltas = rewards + gamma * next_values - values
+    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + gamma * gae_lambda * (1 - ended[t]) * advantage
+        advantages[t] = advantage
+    return advantages
+
+
+def policy_loss(
+    log_ratios: torch.Tensor, advantages: torch.Tensor, clip_coef: float
+) -> torch.Tensor:
+    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
+    return -torch.min(advantages * ratios, advantages * clipped).mean()
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_coef: float | None
+) -> torch.Tensor:
+    """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
+    errors = (values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (clipped - returns).square())
+    return 0.5 * errors.mean()
+
+
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+    mean, log_std, values = model(batch.obs)
+    log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
+    advantages = batch.advantages
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
+    clip_coef = args.clip_coef if args.clip_vloss else None
+    of_value = value_loss(values, batch.values, batch.returns, clip_coef)
+    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
+    with torch.no_grad():
+        ratios = log_ratios.exp()
+        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
+        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
+        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+
+
+class PPO:
+    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        self.args = args
+        self.model = ActorCritic(obs_dim, action_dim).to(device)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = Adam(self.parameters, lr=args.learning_rate, eps=1e-5, fused=True)
+
+    def state_dict(self) -> dict:
+        """Everything that updates change."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]})
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+
+    def act(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """obs (N, O), normal noise (N, A) -> actions (N, A), log_probs (N,), values (N,)."""
+        with torch.no_grad():
+            return sample(self.model, obs, noise)
+
+    def prepare(self, rollout: Rollout) -> None:
+        """Advantages and returns of a rollout."""
+        with torch.no_grad():
+            following = self.model.critic(rollout.final_obs).squeeze(-1) * (1 - rollout.terminated)
+            advantages = compute_gae(
+                rollout.rewards,
+                rollout.values,
+                following,
+                rollout.ended,
+                self.args.gamma,
+                self.args.gae_lambda,
+            )
+            rollout.advantages.copy_(advantages)
+            torch.add(advantages, rollout.values, out=rollout.returns)
+
+    def update(self, batch: Batch) -> torch.Tensor:
+        """One gradient step -> METRICS (6,)."""
+        loss, metrics = ppo_loss(self.model, batch, self.args)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
+        self.optimizer.step()
+        return metrics
+
+    def learn(self, batch: Batch, permutations: torch.Tensor) -> torch.Tensor:
+        """Epochs of minibatches in the order of permutations (E, B) -> the last METRICS (6,)."""
+        for index in permutations.view(-1, permutations.shape[1] // self.args.num_minibatches):
+            metrics = self.update(Batch(*(column[index] for column in batch)))
+        return metrics
+
+
+def track(args: Args, run_dir: Path, config: dict) -> None:
+    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
+    import wandb
+
+    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
+    try:
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=run_dir.name,
+            resume="allow",
+            config=config,
+            sync_tensorboard=True,
+        )
+        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
+    except wandb.Error as error:  # no network, no login
+        reason = " ".join(str(error).split())
+        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
+
+
+def evaluate(model: ActorCritic, args: Args, device: torch.device, video: Path | None) -> float:
+    """Mean return of K episodes of Gymnasium's environment, in which the policy acts without noise.
+
+    They start from the same K states every time. Training notices nothing: the environments are
+    others and no shared random generator is used.
+    """
+    envs = make_envs(args.env_id, args.eval_episodes, video)
+    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    obs, _ = envs.reset(seed=args.seed + EVAL_SEED)
+    while running.any():
+        with torch.no_grad():
+            actions = model.actor_mean(torch.from_numpy(obs).to(device)).cpu().numpy()
+        obs, _, _, _, infos = envs.step(actions)
+        if "final_info" in infos:
+            ended = running & infos["_final_info"]
+            returns[ended] = infos["final_info"]["episode"]["r"][ended]
+            running &= ~ended
+    envs.close()
+    return float(returns.mean())
+
+
+def can_render(env_id: str) -> bool:
+    """Whether this machine can draw the environment; a warning says why not."""
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo; osmesa would draw on the CPU
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    try:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env.reset()
+        env.render()
+        env.close()
+        return True
+    except Exception as error:  # of whatever kind: every simulator has its own
+        reason = " ".join(str(error).split())
+        print(f"warning: no video, {env_id} cannot be rendered here: {reason}", file=sys.stderr)
+        return False
+
+
+def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
+    """The states of all random generators but the environments'."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "action_space": action_space.np_random.bit_generator.state,
+    }
+
+
+def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    action_space.np_random.bit_generator.state = states["action_space"]
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> int:
+    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
+    partial_path = path.with_suffix(".partial")
+    try:
+        with partial_path.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial_path.replace(path)
+    except BaseException:
+        partial_path.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            whole = file.testzip() is None  # torch.load does not notice a flipped bit
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
+        checkpoint = None
+    if not isinstance(checkpoint, dict):
+        fail(f"{path} is damaged or was never a checkpoint")
+    if checkpoint.get("script") != SCRIPT:
+        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+    return checkpoint
+
+
+def resumed_dir(args: Args) -> Path:
+    """The run directory that --resume names, by itself or by the checkpoint in it."""
+    return Path(args.resume.removesuffix(CHECKPOINT))
+
+
+SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
+STEP_BYTES = 128  # of a rollout per environment step, noise and order of 4 epochs included
+EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
+KL = METRICS.index("approx_kl")
+STEADY_AFTER = 3  # rollouts, then compilation and capture are over
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    check_args(args)
+    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
+    start_step = checkpoint["global_step"] if checkpoint else 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    batch_size = args.num_envs * args.num_steps
+    total_timesteps = args.total_timesteps // batch_size * batch_size
+    watch = Stopwatch(
+        device, args.stopwatch, STEADY_AFTER * batch_size, trace_after=3, trace_iterations=1
+    )
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    needed, free = batch_size * STEP_BYTES, free_bytes(device)
+    if needed > free:
+        fail(
+            f"--num-envs {args.num_envs} x --num-steps {args.num_steps}: a rollout needs "
+            f"{needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free"
+        )
+    envs = Pendulum(args.num_envs, device)
+    envs.action_space.seed(args.seed)
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    agent = PPO(args, obs_dim, action_dim, device)
+    rollout = Rollout(args.num_steps, args.num_envs, obs_dim, action_dim, device)
+    batch = rollout.batch()
+
+    kind = {"script": SCRIPT, "env_id": args.env_id, "num_envs": args.num_envs}
+    envs.reset(seed=args.seed)
+    # all episodes last 200 steps: begun together, they would swing up together and then stand
+    # together, and what a rollout teaches of the one would be forgotten over the other
+    envs.lengths.copy_(torch.arange(args.num_envs, device=device) * envs.max_steps // args.num_envs)
+    global_step, episodic_return = start_step, None
+    if checkpoint:
+        for name, mine in kind.items():
+            if checkpoint[name] != mine:
+                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError as error:  # networks of another shape: it names both
+            fail(f"{args.resume}: {' '.join(str(error).split())}")
+        envs.load_state_dict(checkpoint["envs"])
+        set_rng_states(checkpoint["rng"], envs.action_space, device)
+
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
+    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
+    config = run_config(args, device)
+    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
+    films = args.capture_video and can_render(args.env_id)
+    if args.track:
+        track(args, run_dir, config)
+    # rows that the run wrote after its checkpoint come again: readers drop the first ones
+    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
+    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
+
+    def due(every: int) -> bool:
+        """Whether this iteration passed a multiple of so many environment steps; 0: never."""
+        return every > 0 and global_step % every < batch_size
+
+    def save() -> None:
+        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
+        begin = time.perf_counter()
+        writer.flush()
+        state = kind | {
+            "args": asdict(args),
+            "global_step": global_step,
+            "agent": agent.state_dict(),
+            "envs": envs.state_dict(),
+            "rng": get_rng_states(envs.action_space, device),
+        }
+        try:
+            size = save_checkpoint(run_dir / CHECKPOINT, state)
+            seconds = time.perf_counter() - begin
+            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
+        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
+        bar.write(said, file=sys.stderr)
+
+    try:
+        while global_step < total_timesteps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - global_step / total_timesteps
+            agent.set_learning_rate(learning_rate)
+
+            # 1. Roll out: T steps with the policy as it is.
+            noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
+            obs = envs.observe(envs.state)
+            for t in range(args.num_steps):
+                with watch.stage("inference"):
+                    actions, log_probs, values = agent.act(obs, noise[t])
+                with watch.stage("replay"):
+                    rollout.obs[t], rollout.actions[t] = obs, actions
+                    rollout.log_probs[t], rollout.values[t] = log_probs, values
+                with watch.stage("simulation"):
+                    obs, rewards, terminated, truncated, infos = envs.step(actions)
+
+                # Where an episode ended, obs is already the next episode's first.
+                with watch.stage("replay"):
+                    rollout.rewards[t], rollout.final_obs[t] = rewards, infos["final_obs"]
+                    rollout.terminated[t], rollout.ended[t] = terminated, terminated | truncated
+                    rollout.returns_at_end[t] = infos["episode"]["r"] * infos["_episode"]
+            global_step += batch_size
+
+            # 2. Learn from it in several epochs; with --target-kl, look after each.
+            with watch.stage("backpropagation"):
+                agent.prepare(rollout)
+                orders = [
+                    torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)
+                ]
+                at_once = args.update_epochs if args.target_kl is None else 1
+                for epochs in torch.stack(orders).split(at_once):
+                    metrics = agent.learn(batch, epochs)
+                    if args.target_kl is not None and metrics[KL] > args.target_kl:
+                        break
+
+            # 3. Log.
+            with watch.stage("logging"):
+                sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                writer.add_scalar("charts/SPS", sps, global_step)
+                if steady_sps:
+                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
+                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
+                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
+                writer.add_scalar("losses/explained_variance", explained.item(), global_step)
+                for name, value in zip(METRICS, metrics.tolist(), strict=True):
+                    writer.add_scalar(f"losses/{name}", value, global_step)
+                episodes = rollout.ended.sum().item()
+                # what ends in the first 200 steps had not begun at its beginning
+                if episodes and global_step - batch_size >= envs.max_steps * args.num_envs:
+                    episodic_return = rollout.returns_at_end.sum().item() / episodes
+                    writer.add_scalar("charts/episodic_return", episodic_return, global_step)
+                    # none ends before the limit
+                    writer.add_scalar("charts/episodic_length", envs.max_steps, global_step)
+                shown = f"{steady_sps or sps:,.0f} steps/s"
+                if episodic_return is not None:
+                    shown += f", return {episodic_return:,.1f}"
+                bar.set_postfix_str(shown, refresh=False)
+                bar.update(global_step - bar.n)
+
+            # 4. Evaluate and save, now and then and at the end.
+            last = global_step >= total_timesteps
+            if due(args.eval_every) or last and (args.eval_every or args.capture_video):
+                with watch.stage("evaluation"):
+                    video = run_dir / "videos" / f"step-{global_step}" if films else None
+                    eval_return = evaluate(agent.model, args, device, video)
+                    writer.add_scalar("charts/eval_return", eval_return, global_step)
+                    said = f"evaluation at step {global_step:,}: mean return {eval_return:,.1f}"
+                    bar.write(said, file=sys.stderr)
+            if due(args.checkpoint_every) or last and (args.checkpoint_every or args.save_model):
+                with watch.stage("checkpoint"):
+                    save()
+            watch.tick(global_step - start_step)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        bar.close()
+        envs.close()
+        report = watch.report()
+        if report["warmup_seconds"] is not None:
+            writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
+        writer.close()
+        (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
+        print(f"run directory: {run_dir}")
+    return run_dir
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, a flag that is not given is what it was in that run."""
+    args = tyro.cli(Args)
+    if args.resume is None:
+        return args
+    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
+    return tyro.cli(Args, default=Args(**checkpoint["args"]))
+
+
+def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
+    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
+    if not isinstance(error.exc_value, OSError):
+        threading.__excepthook__(error)
+
+
+if __name__ == "__main__":
+    threading.excepthook = print_unless_raised_again
+    try:
+        main(parse_args())
+    except OSError as error:  # runs/ is read-only, the disk is full
+        fail(f"the run stops: {error}")
