@@ -308,6 +308,19 @@ def test_a_hundred_updates_agree(compiled, float64):
     run_updates(reference, compile_agent(agent) if compiled else agent, 100, 1e-9)
 
 
+@COMPILED
+def test_an_update_in_pieces_agrees(compiled, float64, monkeypatch):
+    """Means of 4 pieces, whose advantages are normalized over all of them."""
+    monkeypatch.setattr(variant, "CACHED_ROWS", 16)
+    reference, agent = make_pair()
+    run_updates(reference, compile_agent(agent) if compiled else agent, 20, 1e-9)
+
+
+def test_pieces_are_equal_and_fit():
+    assert [variant.pieces(rows, 4096) for rows in (32_768, 4096, 5, 10_000)] == [8, 1, 1, 4]
+    assert variant.pieces(8191, 4096) == 1  # a prime number
+
+
 def test_a_wrong_update_is_noticed():
     for flag, value in (("clip_coef", 0.01), ("max_grad_norm", 0.1), ("ent_coef", 0.0)):
         reference, agent = make_pair()

@@ -559,11 +559,14 @@ def test_ppo_is_one_algorithm(suffix):
     for function in ("sample", "ppo_loss"):  # of a categorical policy
         names = f"ppo_atari_envpool{suffix}.py", on_cartpole
         assert_same_source({name: found[function][name] for name in names})
-    for function in ("ActorCritic", "Batch", "gaussian_log_prob", "ppo_loss"):  # of a Gaussian one
+    functions = ["Batch", "gaussian_log_prob", "ppo_loss"]  # of a Gaussian one
+    for function in functions + (["ActorCritic"] if not suffix else []):
         names = f"ppo_continuous_action{suffix}.py", on_pendulum
         assert_same_source({name: found[function][name] for name in names})
     functions = ["check_args", "free_bytes", "make_envs"]  # with environments on the device
-    for function in functions + (["build_kernel", "compile_agent"] if suffix else []):
+    for function in functions + (
+        ["build_kernel", "run", "pieces", "compile_agent"] if suffix else []
+    ):
         assert_same_source({name: found[function][name] for name in (on_cartpole, on_pendulum)})
     if suffix:
         names = f"ppo_atari_envpool{suffix}.py", on_cartpole, on_pendulum

@@ -1,0 +1,371 @@
+"""The arms of the scaling study: CartPole-v1 in N environments, by everyone who can step them.
+
+`plots/env_scaling.py` measures them. An arm's `make(num_envs, work)` is a context that yields a
+`Stepper`: a function that makes so many steps of all environments with random actions drawn
+beforehand, each arm as its users would call it. `work` repeats the arithmetic of a step: so many
+steps of Euler's method of a `work`-th of the time each, which no compiler can leave out.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from leanrl import ppo_cartpole_gpu as baseline  # noqa: E402
+from leanrl import ppo_cartpole_gpu_torchcompile as variant  # noqa: E402
+
+BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
+CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length
+POOL = 16  # sets of random actions, used in turn
+
+
+class Stepper(NamedTuple):
+    """`step()` makes `steps` steps of all environments; they are done when `wait()` returns."""
+
+    step: Callable[[], object]
+    steps: int = 1
+    wait: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to step CartPole."""
+
+    name: str
+    make: Callable  # (num_envs, work) -> context of a Stepper
+    most: int  # environments: more do not fit, or take minutes
+    needs: tuple[str, ...] = ()  # packages, and "cuda" for a device
+    works: bool = False  # whether its work can be repeated
+
+    def missing(self) -> str | None:
+        """Why it cannot run here."""
+        for need in self.needs:
+            if need == "cuda" and not torch.cuda.is_available() and not simulated(self.name):
+                return "no CUDA device"
+            if need != "cuda" and importlib.util.find_spec(need) is None:
+                return f"no {need}: pip install -r requirements/study.txt"
+        return None
+
+
+def simulated(name: str) -> bool:
+    """Whether Numba plays the GPU: slow, for tests."""
+    return name.startswith("Numba") and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
+
+def random_actions(num_envs: int, dtype: type = np.int64) -> Iterator[np.ndarray]:
+    generator = np.random.default_rng(1)
+    return cycle([generator.integers(0, 2, num_envs).astype(dtype) for _ in range(POOL)])
+
+
+def random_action_tensors(num_envs: int, device: torch.device) -> Iterator[torch.Tensor]:
+    actions = random_actions(num_envs)
+    return cycle([torch.from_numpy(next(actions)).to(device) for _ in range(POOL)])
+
+
+def waiting(device: torch.device) -> Callable[[], object]:
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+# Environments on the CPU, one after another or in processes and threads
+
+
+@contextmanager
+def of_stable_baselines3(num_envs: int, work: int = 1) -> Iterator[Stepper]:
+    """A process per environment, as the study's first arm."""
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    envs = make_vec_env("CartPole-v1", num_envs, seed=1, vec_env_cls=SubprocVecEnv)
+    actions = random_actions(num_envs)
+    try:
+        envs.reset()
+        yield Stepper(lambda: envs.step(next(actions)))
+    finally:
+        envs.close()
+
+
+@contextmanager
+def of_gymnasium(mode: str, num_envs: int, work: int = 1) -> Iterator[Stepper]:
+    """`sync` steps one environment after the other, `async` has a process for each."""
+    settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
+    actions = random_actions(num_envs)
+    try:
+        envs.reset(seed=1)
+        yield Stepper(lambda: envs.step(next(actions)))
+    finally:
+        envs.close()
+
+
+@contextmanager
+def of_envpool(num_envs: int, work: int = 1) -> Iterator[Stepper]:
+    """A pool of threads in C++."""
+    import envpool
+
+    envs = envpool.make_gymnasium("CartPole-v1", num_envs=num_envs, seed=1)
+    actions = random_actions(num_envs, np.int32)
+    try:
+        envs.reset()
+        yield Stepper(lambda: envs.step(next(actions)))
+    finally:
+        envs.close()
+
+
+# Environments as tensors
+
+
+class Tensors(variant.CartPole):
+    """The scripts' environments, the arithmetic of a step repeated `work` times."""
+
+    def __init__(self, num_envs: int, device: torch.device, work: int):
+        super().__init__(num_envs, device, "torch")
+        self.work, self.tau = work, self.tau / work
+        self.euler = super().dynamics
+
+    def dynamics(self, state: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.work):
+            state = self.euler(state, actions)
+        return state
+
+
+@contextmanager
+def of_tensors(device_type: str, compiled: bool, num_envs: int, work: int = 1) -> Iterator[Stepper]:
+    """Compiled, a step is one call, but repeated work a call for each: 1,000 do not compile."""
+    device = torch.device(device_type)
+    envs, step = Tensors(num_envs, device, work), None
+    envs.reset(seed=1)
+    if compiled:
+        torch._dynamo.reset()
+        envs.generator = None  # the default one, which the compiler knows
+        if work == 1:
+            step = torch.compile(envs.step, fullgraph=True, dynamic=False)
+        else:
+            envs.euler = torch.compile(envs.euler, fullgraph=True, dynamic=False)
+    step, actions = step or envs.step, random_action_tensors(num_envs, device)
+    yield Stepper(lambda: step(next(actions)), 1, waiting(device))
+
+
+# Environments as a kernel
+
+
+def with_work(source: str, work: int) -> str:
+    """The script's kernel, the arithmetic of a step repeated; ValueError if it has changed."""
+    call, step = "advance(s, actions[i]);", "0.02f"
+    if source.count(call) != 1 or step not in source:
+        raise ValueError("the kernel of ppo_cartpole_gpu_torchcompile.py is not the one expected")
+    source = source.replace(step, f"({step} / {work})")
+    return source.replace(call, f"for (int w = 0; w < {work}; w++) {call}")
+
+
+@contextmanager
+def kernel_with_work(work: int) -> Iterator[None]:
+    """Inside, CartPole's kernel is built with repeated work."""
+    original = variant.KERNEL
+    if work > 1:
+        variant.KERNEL = with_work(original, work)
+        variant.build_kernel.cache_clear()
+    try:
+        yield
+    finally:
+        variant.KERNEL = original
+        if work > 1:
+            variant.build_kernel.cache_clear()
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """CAPTURED_STEPS calls of `step` as one CUDA graph -> its replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CAPTURED_STEPS):
+            step()
+    return graph.replay
+
+
+@contextmanager
+def of_kernel(device_type: str, threads: int, num_envs: int, work: int = 1) -> Iterator[Stepper]:
+    """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training."""
+    device = torch.device(device_type)
+    with kernel_with_work(work):
+        envs = variant.CartPole(num_envs, device, "kernel", threads)
+        envs.reset(seed=1)
+        actions = random_action_tensors(num_envs, device)
+        if device.type == "cpu":
+            yield Stepper(lambda: envs.step(next(actions)))
+        else:
+            replay = captured(lambda: envs.step(next(actions)))
+            yield Stepper(replay, CAPTURED_STEPS, waiting(device))
+
+
+# Numba, in which the original study wrote its kernel
+
+
+def numba_step():
+    """The kernel; built here, since Numba is an extra."""
+    import math
+
+    from numba import cuda, float32
+    from numba.cuda.random import xoroshiro128p_uniform_float32
+
+    @cuda.jit
+    def step(state, lengths, generators, actions, obs, rewards, terminated, truncated, work):
+        i = cuda.grid(1)
+        if i >= state.shape[0]:
+            return
+        x, x_dot, theta, theta_dot = state[i, 0], state[i, 1], state[i, 2], state[i, 3]
+        force = float32(10.0) if actions[i] else float32(-10.0)
+        tau = float32(0.02) / float32(work)
+        for _ in range(work):
+            sine, cosine = math.sin(theta), math.cos(theta)
+            push = (force + float32(0.05) * theta_dot * theta_dot * sine) / float32(1.1)
+            inertia = float32(0.5) * (
+                float32(4.0 / 3.0) - float32(0.1) * cosine * cosine / float32(1.1)
+            )
+            theta_acc = (float32(9.8) * sine - cosine * push) / inertia
+            x_acc = push - float32(0.05) * theta_acc * cosine / float32(1.1)
+            x += tau * x_dot
+            x_dot += tau * x_acc
+            theta += tau * theta_dot
+            theta_dot += tau * theta_acc
+        lengths[i] += 1
+        terminated[i] = abs(x) > float32(2.4) or abs(theta) > float32(12 * 2 * math.pi / 360)
+        truncated[i] = lengths[i] >= 500
+        obs[i, 0], obs[i, 1], obs[i, 2], obs[i, 3] = x, x_dot, theta, theta_dot
+        rewards[i] = 1.0
+        if terminated[i] or truncated[i]:
+            lengths[i] = 0
+            for k in range(4):
+                uniform = xoroshiro128p_uniform_float32(generators, i)
+                state[i, k] = float32(0.1) * uniform - float32(0.05)
+        else:
+            state[i, 0], state[i, 1], state[i, 2], state[i, 3] = x, x_dot, theta, theta_dot
+
+    return step
+
+
+class NumbaCartPole:
+    """N environments in device arrays; `obs` is what the step led to, before any reset."""
+
+    def __init__(self, num_envs: int, threads: int, work: int = 1):
+        from numba import cuda
+        from numba.cuda.random import create_xoroshiro128p_states
+
+        start = np.random.default_rng(1).uniform(-0.05, 0.05, (num_envs, 4)).astype(np.float32)
+        self.state = cuda.to_device(start)
+        self.lengths = cuda.to_device(np.zeros(num_envs, np.int32))
+        self.generators = create_xoroshiro128p_states(num_envs, seed=1)
+        self.obs = cuda.device_array((num_envs, 4), np.float32)
+        self.rewards = cuda.device_array(num_envs, np.float32)
+        self.terminated, self.truncated = (cuda.device_array(num_envs, np.bool_) for _ in "ab")
+        self.kernel = numba_step()[-(-num_envs // threads), threads]
+        self.work = work
+
+    def step(self, actions) -> None:
+        ends = self.terminated, self.truncated
+        arrays = self.state, self.lengths, self.generators, actions, self.obs, self.rewards, *ends
+        self.kernel(*arrays, self.work)
+
+
+@contextmanager
+def of_numba(threads: int, num_envs: int, work: int = 1) -> Iterator[Stepper]:
+    """Launched from Python step by step, as the study did."""
+    from numba import cuda
+
+    envs, actions = NumbaCartPole(num_envs, threads, work), random_actions(num_envs)
+    on_device = cycle([cuda.to_device(next(actions)) for _ in range(POOL)])
+    yield Stepper(lambda: envs.step(next(on_device)), 1, cuda.synchronize)
+
+
+MILLION = 4**10
+ARMS = [
+    Arm("SB3 SubprocVecEnv", of_stable_baselines3, 32, ("stable_baselines3",)),
+    Arm("Gymnasium sync", partial(of_gymnasium, "sync"), 4**7),
+    Arm("Gymnasium async", partial(of_gymnasium, "async"), 32),
+    Arm("EnvPool", of_envpool, 4**8, ("envpool",)),
+    Arm("tensors, CPU", partial(of_tensors, "cpu", False), MILLION, works=True),
+    Arm("tensors compiled, CPU", partial(of_tensors, "cpu", True), MILLION, works=True),
+    Arm("kernel, CPU threads", partial(of_kernel, "cpu", 1), MILLION, works=True),
+    Arm("tensors, GPU", partial(of_tensors, "cuda", False), MILLION, ("cuda",), True),
+    Arm("tensors compiled, GPU", partial(of_tensors, "cuda", True), MILLION, ("cuda",), True),
+]
+for threads in BLOCKS:
+    kernel = partial(of_kernel, "cuda", threads)
+    ARMS.append(Arm(f"kernel, TPB {threads}", kernel, MILLION, ("cuda",), threads == 64))
+for threads in BLOCKS:
+    kernel = partial(of_numba, threads)
+    needs = ("cuda", "numba")
+    ARMS.append(Arm(f"Numba-CUDA, TPB {threads}", kernel, MILLION, needs, threads == 64))
+
+
+# The learner of the scripts on Gymnasium's own environments
+
+
+class OnGymnasium(gym.vector.VectorEnv):
+    """Gymnasium's SyncVectorEnv with the tensors and the dense infos of the scripts' CartPole."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+
+    def __init__(self, num_envs: int, device: torch.device, *_):
+        self.num_envs, self.device = num_envs, torch.device(device)
+        self.envs = baseline.make_envs("CartPole-v1", num_envs)
+        for name in ("observation_space", "action_space"):
+            setattr(self, name, getattr(self.envs, name))
+            setattr(self, f"single_{name}", getattr(self.envs, f"single_{name}"))
+        self.state = torch.zeros(num_envs, 4, device=device)
+
+    def on_device(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, dtype)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        obs, _ = self.envs.reset(seed=seed)
+        self.state.copy_(torch.from_numpy(obs))
+        return self.state.clone(), {}
+
+    def step(self, actions: torch.Tensor) -> tuple:
+        obs, rewards, terminated, truncated, infos = self.envs.step(actions.cpu().numpy())
+        self.state.copy_(torch.from_numpy(obs))
+        ended, final = terminated | truncated, obs.copy()
+        lengths = np.zeros(self.num_envs, np.int32)
+        if ended.any():
+            final[ended] = np.stack(infos["final_obs"][ended])
+            lengths[ended] = infos["final_info"]["episode"]["l"][ended]
+        mask, lengths = self.on_device(ended, torch.bool), self.on_device(lengths, torch.int32)
+        dense = {"final_obs": self.on_device(final, torch.float32), "_final_obs": mask}
+        dense |= {"_episode": mask, "episode": {"r": lengths.float(), "l": lengths}}
+        ends = (self.on_device(array, torch.bool) for array in (terminated, truncated))
+        return self.state.clone(), self.on_device(rewards, torch.float32), *ends, dense
+
+    def close(self, **kwargs) -> None:
+        self.envs.close()
+
+
+# back end -> its script, and the flags that it always has
+LEARNERS = {
+    "Gymnasium sync": (variant, {"compile": True}),
+    "tensors": (baseline, {}),
+    "kernel": (variant, {"compile": True, "cudagraphs": True}),
+}
+
+
+def learner(back_end: str):
+    """The module to train with, its environments replaced where need be, and its flags."""
+    module, flags = LEARNERS[back_end]
+    if back_end == "Gymnasium sync":
+        module.CartPole = OnGymnasium
+    return module, flags
