@@ -8,12 +8,13 @@ usage() {
 bash run.sh                      the quick speed-up table, in minutes; files in plots/out/
 bash run.sh --full               the published table: every script and row, 3 seeds at full length
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo or ppo_atari
+bash run.sh study [arguments]    how environments scale, from processes to kernels, in half an hour
 bash run.sh test [arguments]     the tests; arguments go to pytest
 bash run.sh --help               this text
 
 An active environment (venv or conda) is used as it is, and gets only the packages that it lacks.
 Otherwise the first call makes .venv and installs requirements/requirements.txt there, for the
-tests with envpool.txt, wandb.txt, video.txt and test.txt.
+tests with envpool.txt, wandb.txt, video.txt, study.txt and test.txt, for the study with study.txt.
 END
 }
 
@@ -106,7 +107,7 @@ END
 command=${1:-quick}
 [[ $# -eq 0 ]] || shift
 case $command in
-    test | field) ;;
+    test | field | study) ;;
     quick | --full | --help | -h) [[ $# -eq 0 ]] || die "unexpected argument: $1" 2 ;;
     *) die "unknown argument: $command (bash run.sh --help lists them)" 2 ;;
 esac
@@ -115,12 +116,14 @@ if [[ $command == --help || $command == -h ]]; then
     exit
 fi
 needs=(requirements/requirements.txt)
-[[ $command != test ]] || needs+=(requirements/{envpool,wandb,video,test}.txt) # tests cover the extras
+[[ $command != test ]] || needs+=(requirements/{envpool,wandb,video,study,test}.txt) # tests cover the extras
+[[ $command != study ]] || needs+=(requirements/study.txt)
 [[ $command != --full && " $* " != *" ppo_atari "* ]] || needs+=(requirements/envpool.txt)
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
     quick | --full) exec "$python" plots/speedup.py "--${command#--}" ;;
     test) exec "$python" -m pytest -q tests "$@" ;;
+    study) exec "$python" plots/env_scaling.py "$@" ;;
     field)
         make_venv .venv-field requirements/field.txt
         exec "$python" plots/field.py --field-python .venv-field/bin/python "$@"

@@ -991,7 +991,7 @@ def main(args: Args) -> Path:
         )
     envs = CartPole(args.num_envs, device)
     envs.action_space.seed(args.seed)
-    obs_dim, num_actions = envs.single_observation_space.shape[0], 2
+    obs_dim, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.n
     agent = PPO(args, obs_dim, num_actions, device)
     rollout = Rollout(args.num_steps, args.num_envs, obs_dim, device)
     batch = rollout.batch()

@@ -213,79 +213,13 @@ def of_kernel(device_type: str, threads: int, num_envs: int, work: int = 1) -> I
             yield Stepper(replay, CAPTURED_STEPS, waiting(device))
 
 
-# Numba, in which the original study wrote its kernel
-
-
-def numba_step():
-    """The kernel; built here, since Numba is an extra."""
-    import math
-
-    from numba import cuda, float32
-    from numba.cuda.random import xoroshiro128p_uniform_float32
-
-    @cuda.jit
-    def step(state, lengths, generators, actions, obs, rewards, terminated, truncated, work):
-        i = cuda.grid(1)
-        if i >= state.shape[0]:
-            return
-        x, x_dot, theta, theta_dot = state[i, 0], state[i, 1], state[i, 2], state[i, 3]
-        force = float32(10.0) if actions[i] else float32(-10.0)
-        tau = float32(0.02) / float32(work)
-        for _ in range(work):
-            sine, cosine = math.sin(theta), math.cos(theta)
-            push = (force + float32(0.05) * theta_dot * theta_dot * sine) / float32(1.1)
-            inertia = float32(0.5) * (
-                float32(4.0 / 3.0) - float32(0.1) * cosine * cosine / float32(1.1)
-            )
-            theta_acc = (float32(9.8) * sine - cosine * push) / inertia
-            x_acc = push - float32(0.05) * theta_acc * cosine / float32(1.1)
-            x += tau * x_dot
-            x_dot += tau * x_acc
-            theta += tau * theta_dot
-            theta_dot += tau * theta_acc
-        lengths[i] += 1
-        terminated[i] = abs(x) > float32(2.4) or abs(theta) > float32(12 * 2 * math.pi / 360)
-        truncated[i] = lengths[i] >= 500
-        obs[i, 0], obs[i, 1], obs[i, 2], obs[i, 3] = x, x_dot, theta, theta_dot
-        rewards[i] = 1.0
-        if terminated[i] or truncated[i]:
-            lengths[i] = 0
-            for k in range(4):
-                uniform = xoroshiro128p_uniform_float32(generators, i)
-                state[i, k] = float32(0.1) * uniform - float32(0.05)
-        else:
-            state[i, 0], state[i, 1], state[i, 2], state[i, 3] = x, x_dot, theta, theta_dot
-
-    return step
-
-
-class NumbaCartPole:
-    """N environments in device arrays; `obs` is what the step led to, before any reset."""
-
-    def __init__(self, num_envs: int, threads: int, work: int = 1):
-        from numba import cuda
-        from numba.cuda.random import create_xoroshiro128p_states
-
-        start = np.random.default_rng(1).uniform(-0.05, 0.05, (num_envs, 4)).astype(np.float32)
-        self.state = cuda.to_device(start)
-        self.lengths = cuda.to_device(np.zeros(num_envs, np.int32))
-        self.generators = create_xoroshiro128p_states(num_envs, seed=1)
-        self.obs = cuda.device_array((num_envs, 4), np.float32)
-        self.rewards = cuda.device_array(num_envs, np.float32)
-        self.terminated, self.truncated = (cuda.device_array(num_envs, np.bool_) for _ in "ab")
-        self.kernel = numba_step()[-(-num_envs // threads), threads]
-        self.work = work
-
-    def step(self, actions) -> None:
-        ends = self.terminated, self.truncated
-        arrays = self.state, self.lengths, self.generators, actions, self.obs, self.rewards, *ends
-        self.kernel(*arrays, self.work)
+# Numba
 
 
 @contextmanager
 def of_numba(threads: int, num_envs: int, work: int = 1) -> Iterator[Stepper]:
     """Launched from Python step by step, as the study did."""
-    from numba import cuda
+    from env_numba import NumbaCartPole, cuda
 
     envs, actions = NumbaCartPole(num_envs, threads, work), random_actions(num_envs)
     on_device = cycle([cuda.to_device(next(actions)) for _ in range(POOL)])

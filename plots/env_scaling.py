@@ -289,7 +289,7 @@ def learning_flags(num_envs: int, options: argparse.Namespace) -> dict:
     return {
         "num_envs": num_envs,
         "total_timesteps": options.learning_rollouts * batch,
-        "eval_every": 2 * batch,
+        "eval_every": 3 * batch,
         "eval_episodes": 100,
     }
 
@@ -508,7 +508,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.numbers = [1, 64, 4096] if quick else NUMBERS
     options.work, options.seconds = ([1, 10] if quick else WORK), (0.05 if quick else 0.5)
     options.rollouts = 2 if quick else 10
-    options.learning_envs = [64] if quick else [64, 256, 1024, 4096]
+    options.learning_envs = [64] if quick else [64, 512, 4096]
     options.learning_rollouts = 60
     parts = options.parts or [*PARTS, "figures"]
 

@@ -6,7 +6,10 @@ import re
 import subprocess
 import sys
 
+import gymnasium as gym
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 from leanrl.stopwatch import NOT_SCRIPTS
@@ -69,9 +72,57 @@ def test_commands_parse(line):
         assert flag in flags_of(module) | {"--help"}, f"{flag} in {line!r}"
 
 
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(params=["tensors", "kernel"])
+def mountain_car(request, monkeypatch):
+    """README's environment: the class, or its function in the place of CartPole's."""
+    (code,) = (block for block in blocks("python") if "class MountainCar" in block)
+    names = {}
+    exec(code, names)
+    envs = names["MountainCar"](500, "cpu")
+    if request.param == "kernel":
+        module, (step_one,) = SCRIPTS["ppo_cartpole_gpu_torchcompile"], blocks("c")
+        head, _, _ = module.KERNEL.partition("FUNCTION void advance")
+        monkeypatch.setattr(module, "KERNEL", head + step_one)
+        module.build_kernel.cache_clear()
+        envs.threads, envs.launch = 256, module.build_kernel("cpu")
+        module.build_kernel.cache_clear()
+        envs.seed = torch.ones(1, dtype=torch.int64)
+        envs.episodes = torch.zeros(500, dtype=torch.int32)
+        envs.step = module.CartPole.step_by_kernel.__get__(envs)
+    return envs
+
+
+def test_an_environment_of_your_own_is_gymnasiums(mountain_car):
+    envs, rng = mountain_car, np.random.default_rng(0)
+    states = rng.uniform([-1.25, -0.07], [0.55, 0.07], (500, 2)).astype(np.float32)
+    actions = rng.integers(0, 3, 500)
+    envs.reset(seed=1)
+    envs.state.copy_(torch.from_numpy(states))
+    envs.lengths[:100] = 199
+    obs, rewards, terminated, truncated, infos = envs.step(torch.from_numpy(actions))
+    env = gym.make("MountainCar-v0").unwrapped
+    for i, state in enumerate(states):
+        env.reset(seed=0)
+        env.state = state.astype(np.float64)
+        expected, reward, ended, _, _ = env.step(int(actions[i]))
+        np.testing.assert_allclose(infos["final_obs"][i], expected, atol=1e-6)
+        assert rewards[i] == reward and truncated[i] == (i < 100)
+        assert terminated[i] == ended or abs(expected[0] - 0.5) < 1e-6
+        if ended or i < 100:
+            assert -0.6 <= obs[i, 0] <= -0.4 and obs[i, 1] == envs.lengths[i] == 0
+        else:
+            assert torch.equal(obs[i], infos["final_obs"][i])
+    assert 5 < terminated.sum() < 100
+    assert (infos["episode"]["r"] == -infos["episode"]["l"]).all()
+
+
 def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):
     """README's lines, as they are but for the run's name, on a run of either script."""
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = (block for block in blocks("python") if "checkpoint.pt" in block)
     monkeypatch.chdir(tmp_path)
     settings = {"env_id": "Pendulum-v1", "batch_size": 16, "learning_starts": 20}
     for name in ("sac_continuous_action", "sac_continuous_action_torchcompile"):
