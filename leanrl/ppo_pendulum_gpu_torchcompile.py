@@ -614,7 +614,10 @@ def build_kernel(device_type: str):
         compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
         if compile_kernel is None:
             fail(f"torch {torch.__version__} compiles no kernels, 2.9 does; or --env-backend torch")
-        kernel = compile_kernel(ON_GPU % KERNEL, "step")
+        try:
+            kernel = compile_kernel(ON_GPU % KERNEL, "step")
+        except (OSError, RuntimeError) as error:  # no NVRTC, or one that refuses
+            fail(f"NVRTC cannot compile the kernel: {' '.join(str(error).split())[:300]}")
 
         def launch(threads: int, read: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
             n, tensors = len(changed[0]), [*read, *changed]

@@ -117,9 +117,8 @@ def learning(record: dict):
             runs = [row for row in part["rows"] if row["back_end"] == back_end]
             curves = []
             for run in runs:
-                points = [
-                    (s if cold else step / run["sps_steady"], v) for s, v, step in run["curve"]
-                ]
+                rate = run["sps_steady"] or run["sps_inclusive"]
+                points = [(s if cold else step / rate, v) for s, v, step in run["curve"]]
                 curves.append(np.array(points).T)
             grid = np.geomspace(min(c[0, 0] for c in curves), max(c[0, -1] for c in curves), 200)
             values = np.array([np.interp(grid, *curve) for curve in curves])

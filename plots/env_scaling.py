@@ -18,9 +18,10 @@ plots/env_arms.py; one that cannot run here is named with the reason. One at a t
                 the baseline, the variant, and the variant's learner on Gymnasium's SyncVectorEnv
     search      for each back end, the number of environments with which evaluation on Gymnasium's
                 own CartPole-v1 first reaches 475 in the least time after warm-up
-    learn       evaluation (100 episodes) against training time with that number, 5 seeds. `cold` is
-                from the start of the process, imports, compilation and capture included; `warm` is
-                steps / steady steps per second. Evaluation itself does not count
+    learn       evaluation (100 episodes) against training time with that number, 5 seeds, each
+                until two evaluations in a row reach 475. `cold` is from the start of the process,
+                imports, compilation and capture included; `warm` is steps / steady steps per
+                second. Evaluation itself does not count
 
 Written to --out: NAME.json with every sample, NAME.md with the tables, NAME_*.png. Each part says
 on which machine it ran and replaces what a former call has left of it.
@@ -29,6 +30,7 @@ on which machine it ran and replaces what a former call has left of it.
 import argparse
 import json
 import math
+import os
 import shlex
 import signal
 import statistics
@@ -218,40 +220,48 @@ def train(back_end: str, options: argparse.Namespace) -> None:
         result = evaluate(*arguments)
         curve.append([begin - options.started - evaluated, result])
         evaluated += time.time() - begin
-        if options.stop_when_solved and result >= SOLVED:
+        last = [value for _, value in curve[-options.stop_after :]]
+        if len(last) == options.stop_after and min(last) >= SOLVED:
             raise KeyboardInterrupt
         return result
 
     module.evaluate = timed_evaluate
-    flags = flags | json.loads(options.flags) | {"seed": options.seed}
-    run_dir = None
+    name = f"study-{back_end.split()[0]}-{os.getpid()}"
+    flags = flags | json.loads(options.flags) | {"seed": options.seed, "exp_name": name}
     try:
-        run_dir = module.main(module.Args(**flags, exp_name=f"study-{back_end.split()[0]}"))
+        module.main(module.Args(**flags))
     except SystemExit as stop:
-        if stop.code != 130:
+        if stop.code != 130:  # that of an interrupted run, which has written its files
             raise
+    (run_dir,) = Path("runs").glob(f"*__{name}__*")
+    stages = json.loads((run_dir / "stages.json").read_text())
     result = {"curve": curve, "startup_seconds": begun - options.started}
-    if run_dir:
-        stages = json.loads((run_dir / "stages.json").read_text())
-        result |= {name: stages[name] for name in ("sps_steady", "warmup_seconds")}
-        result["config"] = json.loads((run_dir / "config.json").read_text())
+    result |= {name: stages[name] for name in ("sps_steady", "sps_inclusive", "warmup_seconds")}
+    result["config"] = json.loads((run_dir / "config.json").read_text())
     print(json.dumps(result))
 
 
 def run_training(
-    back_end: str, seed: int, flags: dict, options: argparse.Namespace, stop: bool = False
+    back_end: str,
+    seed: int,
+    flags: dict,
+    options: argparse.Namespace,
+    stop_after: int = 999,
+    cold: bool = True,
 ) -> dict:
-    """One run in a process and with a compiler cache of its own -> its numbers, in seconds.
+    """One run in a process of its own -> its numbers, in seconds; ValueError says what went wrong.
 
-    ValueError says what went wrong. Evaluations get the environment step of each: they are regular.
+    It ends early after so many evaluations in a row of at least 475; `cold` gives it a compiler
+    cache of its own. Evaluations get the environment step of each: they are regular.
     """
     name = "-".join(["study", *back_end.split(), *map(str, flags.values()), str(seed)])
     log = options.out.parent / "logs" / f"{name}.log"
     worker = ["--train", back_end, "--seed", str(seed), "--flags", json.dumps(flags)]
-    worker += ["--started", str(time.time())] + ["--stop-when-solved"] * stop
+    worker += ["--started", str(time.time()), "--stop-after", str(stop_after)]
     command = [sys.executable, "plots/env_scaling.py", *worker]
     with tempfile.TemporaryDirectory() as cache:
-        environment = {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
+        environment = {"PYTHONUNBUFFERED": "1"}
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache} if cold else {}
         status = speedup.run_logged(command, log, lambda steps: None, environment)
     if status:
         raise ValueError(
@@ -269,8 +279,8 @@ def time_to_solve(run: dict) -> dict | None:
     """When evaluation first reached 475: environment steps, seconds cold and warm."""
     for seconds, value, step in run["curve"]:
         if value >= SOLVED:
-            rate = run.get("sps_steady")
-            return {"steps": step, "cold": seconds, "warm": step / rate if rate else None}
+            rate = run["sps_steady"] or run["sps_inclusive"]  # if it ended within the warm-up
+            return {"steps": step, "cold": seconds, "warm": step / rate}
     return None
 
 
@@ -300,13 +310,8 @@ def search_numbers(options: argparse.Namespace) -> dict:
     for back_end in LEARNERS:
         for num_envs in options.learning_envs:
             flags = learning_flags(num_envs, options)
-            run = run_training(back_end, 0, flags, options, stop=True)
+            run = run_training(back_end, 0, flags, options, stop_after=1, cold=False)
             solved = time_to_solve(run)
-            if solved:  # how fast it is once warm, from as many rollouts again
-                short = {"num_envs": num_envs}
-                short["total_timesteps"] = 13 * num_envs * STEPS_PER_ROLLOUT
-                rate = run_training(back_end, 0, short, options)["sps_steady"]
-                solved["warm"] = solved["steps"] / rate
             rows.append(run | {"solved": solved})
             found = f"{solved['steps']:,} steps, {solved['warm']:.2f} s" if solved else "not solved"
             print(f"{back_end}, {num_envs:,} environments: {found}", flush=True)
@@ -326,7 +331,8 @@ def measure_learning(options: argparse.Namespace) -> dict:
         for back_end, num_envs in best.items():
             if num_envs is None:
                 continue
-            run = run_training(back_end, seed, learning_flags(num_envs, options), options)
+            flags = learning_flags(num_envs, options)
+            run = run_training(back_end, seed, flags, options, stop_after=2)
             rows.append(run | {"solved": time_to_solve(run)})
             print(f"{back_end}, seed {seed}: {rows[-1]['solved']}", flush=True)
     return {"rows": rows}
@@ -496,7 +502,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, kind, default in (("train", str, None), ("seed", int, 1), ("flags", str, "{}")):
         parser.add_argument(f"--{name}", type=kind, default=default, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
-    parser.add_argument("--stop-when-solved", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--stop-after", type=int, default=999, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.train:
         train(options.train, options)

@@ -491,6 +491,21 @@ def test_a_missing_compiler_is_one_line():
     assert "--env-backend torch" in lines[-1], done.stderr
 
 
+@pytest.mark.parametrize("torch_is_old", [True, False], ids=["old torch", "no NVRTC"])
+def test_a_gpu_without_a_kernel_compiler_is_one_line(torch_is_old, monkeypatch, capsys):
+    def no_nvrtc(source, name):
+        raise OSError("libnvrtc.so.13: cannot open\nshared object file")
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", no_nvrtc, raising=False)
+    if torch_is_old:
+        monkeypatch.delattr(torch.cuda, "_compile_kernel")
+    with pytest.raises(SystemExit) as stop:
+        variant.build_kernel.__wrapped__("cuda")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2
+    assert ("--env-backend torch" if torch_is_old else "cannot open shared object") in line
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("command", [(baseline.SCRIPT,), (variant.SCRIPT, "--compile")], ids=str)
