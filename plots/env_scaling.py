@@ -51,6 +51,8 @@ NUMBERS = sorted({32} | {4**k for k in range(11)})  # of environments; 32 is whe
 WORK = [1, 3, 10, 30, 100, 300, 1000]
 SOLVED = 475
 STEPS_PER_ROLLOUT = 32
+# how many a run may take; what needs more than the first is not the fastest anyway
+SEARCH_ROLLOUTS, LEARNING_ROLLOUTS = 60, 150
 # per environment: state, length, random seed (shared), action read; state, length, observation,
 # final observation, reward, return, final length, terminated, truncated and ended written
 STEP_BYTES = (16 + 4 + 8) + (16 + 4 + 16 + 16 + 4 + 4 + 4 + 3)
@@ -294,11 +296,11 @@ def measure_training(options: argparse.Namespace) -> dict:
     return {"rows": rows, "flop_per_step": STEP_FLOP}
 
 
-def learning_flags(num_envs: int, options: argparse.Namespace) -> dict:
+def learning_flags(num_envs: int, rollouts: int) -> dict:
     batch = num_envs * STEPS_PER_ROLLOUT
     return {
         "num_envs": num_envs,
-        "total_timesteps": options.learning_rollouts * batch,
+        "total_timesteps": rollouts * batch,
         "eval_every": 3 * batch,
         "eval_episodes": 100,
     }
@@ -309,7 +311,7 @@ def search_numbers(options: argparse.Namespace) -> dict:
     rows, best = [], {}
     for back_end in LEARNERS:
         for num_envs in options.learning_envs:
-            flags = learning_flags(num_envs, options)
+            flags = learning_flags(num_envs, SEARCH_ROLLOUTS)
             run = run_training(back_end, 0, flags, options, stop_after=1, cold=False)
             solved = time_to_solve(run)
             rows.append(run | {"solved": solved})
@@ -331,7 +333,7 @@ def measure_learning(options: argparse.Namespace) -> dict:
         for back_end, num_envs in best.items():
             if num_envs is None:
                 continue
-            flags = learning_flags(num_envs, options)
+            flags = learning_flags(num_envs, LEARNING_ROLLOUTS)
             run = run_training(back_end, seed, flags, options, stop_after=2)
             rows.append(run | {"solved": time_to_solve(run)})
             print(f"{back_end}, seed {seed}: {rows[-1]['solved']}", flush=True)
@@ -515,7 +517,6 @@ def main(arguments: list[str] | None = None) -> int:
     options.work, options.seconds = ([1, 10] if quick else WORK), (0.05 if quick else 0.5)
     options.rollouts = 2 if quick else 10
     options.learning_envs = [64] if quick else [64, 512, 4096]
-    options.learning_rollouts = 60
     parts = options.parts or [*PARTS, "figures"]
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
