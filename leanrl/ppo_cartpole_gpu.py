@@ -13,7 +13,7 @@ lives where the network lives, on the GPU if there is one, and nothing but metri
 device. A truncated episode bootstraps from the value of its final observation; a terminated one
 does not bootstrap. `charts/episodic_return` is the mean over the episodes that ended in a rollout.
 
-Measured (plots/results/): 103,000 steps/s on 2 cores of an AMD EPYC (AVX2). On a GPU: not measured.
+Measured (plots/results/): 80,000 steps/s on 2 cores of an AMD EPYC (AVX2). On a GPU: not measured.
 
 Shapes: T steps of a rollout, N environments, B batch, A = 2 actions, O = 4. A run writes
 runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json, and
