@@ -8,6 +8,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from env_scaling import SOLVED, STEP_BYTES, medians, turning_point  # noqa: E402
+from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 STYLES = {  # beginning of an arm's name -> colour
     "SB3": "tab:brown",
@@ -133,9 +134,12 @@ def learning(record: dict):
         ax.axhline(SOLVED, color="black", linewidth=1, linestyle=(0, (1, 1)))
         what = "from the start of the process" if cold else "after warm-up"
         ax.set(xscale="log", xlabel=f"training seconds {what}", ylim=(0, 510))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.grid(True, which="major", color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
-    both[0].set_ylabel(f"mean return of 100 episodes, {len(runs)} seeds: mean and range")
+    both[0].set_ylabel(f"mean return: {len(runs)} seeds, their range")
     both[0].set_title(subtitle(part), fontsize=9, color="0.35", loc="left")
     both[1].legend(loc="lower right", fontsize=8, frameon=False)
     return figure
