@@ -262,6 +262,21 @@ def test_training_runs_are_measured(tmp_path):
         env_scaling.run_training("tensors", 1, flags | {"num_steps": 0}, options)
 
 
+@pytest.mark.parametrize("stop_after", [1, 2, 999])
+def test_a_solved_run_ends(stop_after, tmp_path, monkeypatch, capsys):
+    module, solved = env_arms.baseline, iter([9.0, 480.0, 470.0, 480.0, 490.0, 500.0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "evaluate", lambda *arguments: next(solved))
+    flags = {"num_envs": 64, "num_steps": 8, "total_timesteps": 6 * 512, "eval_every": 512}
+    settings = {"started": 0.0, "stop_after": stop_after, "seed": 1, "flags": json.dumps(flags)}
+    env_scaling.train("tensors", argparse.Namespace(**settings))
+    result = json.loads(capsys.readouterr().out.rstrip().rpartition("\n")[2])
+    assert [value for _, value in result["curve"]][-1] == {1: 480.0, 2: 490.0, 999: 500.0}[
+        stop_after
+    ]
+    assert len(result["curve"]) == {1: 2, 2: 5, 999: 6}[stop_after]
+
+
 def test_a_solved_run_has_its_moment():
     curve = [[3.0, 120.0, 2048], [4.0, 480.0, 4096], [5.0, 470.0, 6144]]
     run = {"curve": curve, "sps_steady": 2048.0}
