@@ -26,10 +26,10 @@ BLOCK_LINES = {1: ":", 16: "-.", 32: (0, (5, 1)), 64: "-", 256: "--", 1024: (0, 
 
 
 def style(arm: str) -> dict:
-    """A colour for each kind, a dash pattern for each number of threads per block."""
+    """A colour for each kind; dashes tell threads per block apart, and tensors on GPU and CPU."""
     colour = next(colour for start, colour in STYLES.items() if arm.startswith(start))
     threads = int(arm.rpartition(" ")[2]) if "TPB" in arm else None
-    line = BLOCK_LINES.get(threads, "-")
+    line = BLOCK_LINES.get(threads, "--" if arm.endswith("GPU") else "-")
     return {"color": colour, "linestyle": line, "marker": "o", "markersize": 3.5, "linewidth": 1.4}
 
 

@@ -486,7 +486,7 @@ def write(record: dict, stem: Path) -> None:
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
-def machine(options: argparse.Namespace) -> dict:
+def machine() -> dict:
     """What config.json of a run says of the machine, now."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return speedup.machine([env_arms.variant.run_config(env_arms.variant.Args(), device)])
@@ -531,7 +531,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "plots/env_scaling.py",
                 *(sys.argv[1:] if arguments is None else arguments),
             ]
-            head = {"command": shlex.join(said), "machine": machine(options)}
+            head = {"command": shlex.join(said), "machine": machine()}
             found = PARTS[name](options)
             options.record[name] = head | ({"devices": found} if name == "limits" else found)
             write(options.record, options.out)
