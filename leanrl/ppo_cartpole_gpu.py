@@ -1065,12 +1065,12 @@ def main(args: Args) -> Path:
                     rollout.obs[t], rollout.actions[t] = obs, actions
                     rollout.log_probs[t], rollout.values[t] = log_probs, values
                 with watch.stage("simulation"):
-                    obs, rewards, terminated, truncated, infos = envs.step(actions)
+                    obs, rewards, terminated, _, infos = envs.step(actions)
 
                 # Where an episode ended, obs is already the next episode's first.
                 with watch.stage("replay"):
                     rollout.rewards[t], rollout.final_obs[t] = rewards, infos["final_obs"]
-                    rollout.terminated[t], rollout.ended[t] = terminated, terminated | truncated
+                    rollout.terminated[t], rollout.ended[t] = terminated, infos["_final_obs"]
                     rollout.returns_at_end[t] = infos["episode"]["r"] * infos["_episode"]
             global_step += batch_size
 

@@ -1335,9 +1335,9 @@ def main(args: Args) -> Path:
             actions, log_probs, values = agent.act(obs, noise[t])
             rollout.obs[t], rollout.actions[t] = obs, actions
             rollout.log_probs[t], rollout.values[t] = log_probs, values
-            obs, rewards, terminated, truncated, infos = envs.step(actions)
+            obs, rewards, terminated, _, infos = envs.step(actions)
             rollout.rewards[t], rollout.final_obs[t] = rewards, infos["final_obs"]
-            rollout.terminated[t], rollout.ended[t] = terminated, terminated | truncated
+            rollout.terminated[t], rollout.ended[t] = terminated, infos["_final_obs"]
             rollout.returns_at_end[t] = infos["episode"]["r"] * infos["_episode"]
 
     # speed: all compilation and capture is set up here; the loop below does not know of it. Each
