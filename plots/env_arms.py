@@ -63,14 +63,14 @@ def simulated(name: str) -> bool:
     return name.startswith("Numba") and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 
-def random_actions(num_envs: int, dtype: type = np.int64) -> Iterator[np.ndarray]:
+def random_actions(num_envs: int, convert: Callable = np.asarray) -> Iterator:
+    """Sets of int64 actions (N,), each as `convert` makes it: for a device, say."""
     generator = np.random.default_rng(1)
-    return cycle([generator.integers(0, 2, num_envs).astype(dtype) for _ in range(POOL)])
+    return cycle([convert(generator.integers(0, 2, num_envs)) for _ in range(POOL)])
 
 
 def random_action_tensors(num_envs: int, device: torch.device) -> Iterator[torch.Tensor]:
-    actions = random_actions(num_envs)
-    return cycle([torch.from_numpy(next(actions)).to(device) for _ in range(POOL)])
+    return random_actions(num_envs, partial(torch.as_tensor, device=device))
 
 
 def waiting(device: torch.device) -> Callable[[], object]:
@@ -81,45 +81,37 @@ def waiting(device: torch.device) -> Callable[[], object]:
 
 
 @contextmanager
-def of_stable_baselines3(num_envs: int, work: int = 1) -> Iterator[Stepper]:
+def stepping(envs, actions: Iterator[np.ndarray], **reset) -> Iterator[Stepper]:
+    """`envs`, started by reset(**reset), and closed at the end."""
+    try:
+        envs.reset(**reset)
+        yield Stepper(lambda: envs.step(next(actions)))
+    finally:
+        envs.close()
+
+
+def of_stable_baselines3(num_envs: int, work: int = 1):
     """A process per environment, as the study's first arm."""
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
     envs = make_vec_env("CartPole-v1", num_envs, seed=1, vec_env_cls=SubprocVecEnv)
-    actions = random_actions(num_envs)
-    try:
-        envs.reset()
-        yield Stepper(lambda: envs.step(next(actions)))
-    finally:
-        envs.close()
+    return stepping(envs, random_actions(num_envs))
 
 
-@contextmanager
-def of_gymnasium(mode: str, num_envs: int, work: int = 1) -> Iterator[Stepper]:
+def of_gymnasium(mode: str, num_envs: int, work: int = 1):
     """`sync` steps one environment after the other, `async` has a process for each."""
     settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
-    actions = random_actions(num_envs)
-    try:
-        envs.reset(seed=1)
-        yield Stepper(lambda: envs.step(next(actions)))
-    finally:
-        envs.close()
+    return stepping(envs, random_actions(num_envs), seed=1)
 
 
-@contextmanager
-def of_envpool(num_envs: int, work: int = 1) -> Iterator[Stepper]:
+def of_envpool(num_envs: int, work: int = 1):
     """A pool of threads in C++."""
     import envpool
 
     envs = envpool.make_gymnasium("CartPole-v1", num_envs=num_envs, seed=1)
-    actions = random_actions(num_envs, np.int32)
-    try:
-        envs.reset()
-        yield Stepper(lambda: envs.step(next(actions)))
-    finally:
-        envs.close()
+    return stepping(envs, random_actions(num_envs, np.int32))
 
 
 # Environments as tensors
@@ -221,9 +213,9 @@ def of_numba(threads: int, num_envs: int, work: int = 1) -> Iterator[Stepper]:
     """Launched from Python step by step, as the study did."""
     from env_numba import NumbaCartPole, cuda
 
-    envs, actions = NumbaCartPole(num_envs, threads, work), random_actions(num_envs)
-    on_device = cycle([cuda.to_device(next(actions)) for _ in range(POOL)])
-    yield Stepper(lambda: envs.step(next(on_device)), 1, cuda.synchronize)
+    envs = NumbaCartPole(num_envs, threads, work)
+    actions = random_actions(num_envs, cuda.to_device)
+    yield Stepper(lambda: envs.step(next(actions)), 1, cuda.synchronize)
 
 
 MILLION = 4**10

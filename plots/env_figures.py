@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
-from env_scaling import SOLVED, STEP_BYTES, medians, turning_point  # noqa: E402
+from env_scaling import SOLVED, STEP_BYTES, distinct, medians, turning_point  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 STYLES = {  # beginning of an arm's name -> colour
@@ -49,16 +49,12 @@ def axes(part: dict, title: str, xlabel: str, ylabel: str):
     return figure, ax
 
 
-def arms(part: dict) -> list[str]:
-    return list(dict.fromkeys(row["arm"] for row in part["rows"]))
-
-
 def step_time(record: dict):
     """Seconds of a step against the number of environments, a diamond at each turning point."""
     part = record["steps"]
     labels = "environments", "seconds per step of all environments"
     figure, ax = axes(part, "Time of one step", *labels)
-    for arm in arms(part):
+    for arm in distinct(part["rows"], "arm"):
         seconds = medians(part["rows"], arm=arm)
         ax.plot(seconds.keys(), seconds.values(), label=arm, **style(arm))
         if len(seconds) > 2:
@@ -76,7 +72,7 @@ def throughput(record: dict):
     """Steps/s against the number of environments, with what memory allows."""
     part = record["steps"]
     figure, ax = axes(part, "Throughput", "environments", "environment steps per second")
-    for arm in arms(part):
+    for arm in distinct(part["rows"], "arm"):
         seconds = medians(part["rows"], arm=arm)
         speeds = [n / t for n, t in seconds.items()]
         ax.plot(seconds.keys(), speeds, label=arm, **style(arm))
@@ -96,7 +92,7 @@ def repeated_work(record: dict):
     labels = "arithmetic per step, times CartPole's own", "time of a step / time at 1x"
     figure, ax = axes(part, "Repeated work", *labels)
     markers = dict(zip(sorted({row["num_envs"] for row in part["rows"]}), "osD^", strict=False))
-    for arm in arms(part):
+    for arm in distinct(part["rows"], "arm"):
         for num_envs, marker in markers.items():
             seconds = medians(part["rows"], arm=arm, num_envs=num_envs)
             ratios = [value / seconds[1] for value in seconds.values()]
@@ -114,7 +110,7 @@ def learning(record: dict):
     figure, both = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
     figure.suptitle("Evaluation on Gymnasium's CartPole-v1 against training time", fontsize=13)
     for ax, cold in zip(both, (True, False), strict=True):
-        for back_end in dict.fromkeys(row["back_end"] for row in part["rows"]):
+        for back_end in distinct(part["rows"], "back_end"):
             runs = [row for row in part["rows"] if row["back_end"] == back_end]
             curves = []
             for run in runs:

@@ -30,7 +30,6 @@ on which machine it ran and replaces what a former call has left of it.
 import argparse
 import json
 import math
-import os
 import shlex
 import signal
 import statistics
@@ -69,27 +68,19 @@ STEP_FLOP = FORWARD + FORWARD / 2 + 4 * (3 * FORWARD - 2 * NETWORK["first"])
 
 def time_steps(stepper: Stepper, seconds: float, samples: int = SAMPLES) -> list[float]:
     """Seconds per step of all environments, `samples` of at least seconds / samples each."""
-    for _ in range(3):  # compiles
-        stepper.step()
-    stepper.wait()
+
+    def spend(calls: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            stepper.step()
+        stepper.wait()
+        return time.perf_counter() - begin
+
+    spend(3)  # compiles
     calls = 1
-    while True:
-        begin = time.perf_counter()
-        for _ in range(calls):
-            stepper.step()
-        stepper.wait()
-        spent = time.perf_counter() - begin
-        if spent >= seconds / samples:
-            break
+    while (spent := spend(calls)) < seconds / samples:
         calls = math.ceil(calls * min(10, 1.2 * seconds / samples / max(spent, 1e-9)))
-    found = []
-    for _ in range(samples):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            stepper.step()
-        stepper.wait()
-        found.append((time.perf_counter() - begin) / (calls * stepper.steps))
-    return found
+    return [spend(calls) / (calls * stepper.steps) for _ in range(samples)]
 
 
 def measure(arm: Arm, num_envs: int, seconds: float, work: int = 1) -> list[float]:
@@ -150,7 +141,7 @@ def measure_limits(options: argparse.Namespace) -> dict:
 
 def available(arms: list[Arm]) -> tuple[list[Arm], dict[str, str]]:
     """The arms that can run here, and why the others cannot."""
-    skipped = {arm.name: arm.missing() for arm in arms if arm.missing()}
+    skipped = {arm.name: why for arm in arms if (why := arm.missing())}
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
     return [arm for arm in arms if arm.name not in skipped], skipped
@@ -212,7 +203,7 @@ def measure_blocks(options: argparse.Namespace) -> dict:
 
 
 def train(back_end: str, options: argparse.Namespace) -> None:
-    """The worker: one run, whose last line says what it measured."""
+    """The worker: one run, whose last line says when it evaluated what."""
     module, flags = env_arms.learner(back_end)
     evaluate, begun, evaluated, curve = module.evaluate, time.time(), 0.0, []
 
@@ -228,19 +219,13 @@ def train(back_end: str, options: argparse.Namespace) -> None:
         return result
 
     module.evaluate = timed_evaluate
-    name = f"study-{back_end.split()[0]}-{os.getpid()}"
-    flags = flags | json.loads(options.flags) | {"seed": options.seed, "exp_name": name}
+    flags = flags | json.loads(options.flags) | {"seed": options.seed}
     try:
-        module.main(module.Args(**flags))
+        module.main(module.Args(**flags, exp_name=f"study-{back_end.split()[0]}"))
     except SystemExit as stop:
         if stop.code != 130:  # that of an interrupted run, which has written its files
             raise
-    (run_dir,) = Path("runs").glob(f"*__{name}__*")
-    stages = json.loads((run_dir / "stages.json").read_text())
-    result = {"curve": curve, "startup_seconds": begun - options.started}
-    result |= {name: stages[name] for name in ("sps_steady", "sps_inclusive", "warmup_seconds")}
-    result["config"] = json.loads((run_dir / "config.json").read_text())
-    print(json.dumps(result))
+    print(json.dumps({"curve": curve, "startup_seconds": begun - options.started}))
 
 
 def run_training(
@@ -271,6 +256,10 @@ def run_training(
             + speedup.last_lines(log)
         )
     result = json.loads(log.read_text().rstrip().rpartition("\n")[2])
+    run_dir = speedup.run_directory(log)
+    stages = json.loads((run_dir / "stages.json").read_text())
+    result |= {name: stages[name] for name in ("sps_steady", "sps_inclusive", "warmup_seconds")}
+    result["config"] = json.loads((run_dir / "config.json").read_text())
     if "eval_every" in flags:
         steps = [min((i + 1) * flags["eval_every"], flags["total_timesteps"]) for i in range(999)]
         result["curve"] = [[*point, step] for point, step in zip(result["curve"], steps)]  # noqa: B905
@@ -354,6 +343,11 @@ PARTS = {
 # What is said of it
 
 
+def distinct(rows: list[dict], name: str) -> list:
+    """The values of `name` in the order in which the rows have them."""
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
 def medians(rows: list[dict], **which) -> dict[int, float]:
     """Median seconds by number of environments, or by work, of the rows that match."""
     key = "work" if "num_envs" in which else "num_envs"
@@ -364,10 +358,8 @@ def medians(rows: list[dict], **which) -> dict[int, float]:
     }
 
 
-def short(number: float | None) -> str:
+def short(number: float) -> str:
     """1.23 M rather than 1,234,567."""
-    if number is None:
-        return "-"
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
@@ -388,7 +380,7 @@ def describe_turning(fit: dict, num_envs: list[int]) -> str:
 
 
 def tables(record: dict) -> list[tuple[str, list[list[str]]]]:
-    """(heading, cells with a heading line) of each part that is there."""
+    """(heading, cells with a heading line, all lines as long) of each part that is there."""
     found = []
     if "limits" in record:
         rows = [["device", "copy, bytes/s", "float32 FLOP/s"]]
@@ -401,7 +393,7 @@ def tables(record: dict) -> list[tuple[str, list[list[str]]]]:
         shown = [n for n in (1, 64, 1024, 4096, 65_536, 4**10) if n in numbers] or numbers
         head = ["arm", *(f"steps/s at {n:,}" for n in shown), "flat, us", "ns per env", "turning"]
         rows = [head]
-        for arm in dict.fromkeys(row["arm"] for row in part["rows"]):
+        for arm in distinct(part["rows"], "arm"):
             seconds = medians(part["rows"], arm=arm)
             line = [arm, *(short(n / seconds[n]) if n in seconds else "-" for n in shown)]
             if len(seconds) > 2:
@@ -459,7 +451,7 @@ def tables(record: dict) -> list[tuple[str, list[list[str]]]]:
     if "learn" in record:
         part = record["learn"]
         rows = [["back end", "environments", "seeds solved", "steps", "warm s", "cold s"]]
-        for back_end in dict.fromkeys(row["back_end"] for row in part["rows"]):
+        for back_end in distinct(part["rows"], "back_end"):
             mine = [row for row in part["rows"] if row["back_end"] == back_end]
             solved = [row["solved"] for row in mine if row["solved"]]
             line = [back_end, f"{mine[0]['flags']['num_envs']:,}", f"{len(solved)} of {len(mine)}"]
@@ -468,7 +460,10 @@ def tables(record: dict) -> list[tuple[str, list[list[str]]]]:
                 line.append(with_range(values, form) if values else "-")
             rows.append(line)
         found.append(("Learning: first evaluation of at least 475", rows))
-    return found
+    return [
+        (heading, [row + [""] * (len(rows[0]) - len(row)) for row in rows])
+        for heading, rows in found
+    ]
 
 
 def write(record: dict, stem: Path) -> None:
@@ -480,9 +475,7 @@ def write(record: dict, stem: Path) -> None:
         lines.append(f"- {name}: `{part['command']}`")
         lines += [f"    - {line}" for line in speedup.describe(part["machine"])]
     for heading, rows in tables(record):
-        width = len(rows[0])
-        padded = [row + [""] * (width - len(row)) for row in rows]
-        lines += ["", f"## {heading}", "", speedup.as_markdown(padded, labels=1)]
+        lines += ["", f"## {heading}", "", speedup.as_markdown(rows, labels=1)]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
@@ -542,9 +535,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"FAILED: {failure}", file=sys.stderr)
         return 1
     for heading, rows in tables(options.record):
-        width = len(rows[0])
-        padded = [row + [""] * (width - len(row)) for row in rows]
-        print(f"\n{heading}\n{speedup.as_text(padded, labels=1)}")
+        print(f"\n{heading}\n{speedup.as_text(rows, labels=1)}")
     if "figures" in parts:
         import env_figures
 

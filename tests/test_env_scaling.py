@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 
@@ -299,7 +298,7 @@ def test_tables_say_what_the_record_says():
     assert limits[1] == ["cpu", "1 G", "1 M"]
     assert training[1] == ["Gymnasium sync", "15", "10-20", "0.25x", "1.00x", "1.5%"]
     assert training[2][-3:] == ["1.00x", "4.00x", "6.0%"]
-    assert statistics.median([40, 80]) == 60
+    assert training[2][1] == "60"
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["learn", "--out", "{tmp}/empty"]])
