@@ -148,7 +148,8 @@ TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trac
 # CPU time goes to the first of these fields that a moment belongs to
 CPU_FIELDS = ("cuda_wait_s", "cuda_launch_s", "backend_s", "python_s", "simulator_s")
 CALL_FIELDS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
-TRACE_FIELDS = (*CPU_FIELDS, "gpu_s", "gpu_overlap_s", *CALL_FIELDS)
+OVERLAP_FIELDS = tuple("gpu_with_" + field for field in CPU_FIELDS)
+TRACE_FIELDS = (*CPU_FIELDS, "gpu_s", "gpu_overlap_s", *OVERLAP_FIELDS, *CALL_FIELDS)
 
 
 class Stage:
@@ -181,7 +182,7 @@ class Stopwatch:
 
     __slots__ = ("clock", "contexts", "current", "around", "__dict__")  # slots: looked up faster
 
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=200, trace_iterations=20):
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=1000, trace_iterations=20):
         if mode not in ("off", "time", "trace"):
             raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
         self.device, self.mode, self.clock = device, mode, time.perf_counter
@@ -248,7 +249,8 @@ class Stopwatch:
                 if self.ticked - self.asked > 1:  # NVML takes its time
                     self.asked = self.ticked
                     with self.own, suppress(Exception):  # nvidia-ml-py is optional
-                        self.nvml.append(torch.cuda.utilization(self.device))
+                        percent = torch.cuda.utilization(self.device)
+                        self.nvml.append((round(self.ticked - self.born, 1), percent))
         self.result = self._close_window()
         with torch.profiler.profile() as profiler:
             yield  # this iteration pays for the profiler's buffers and does not count
@@ -292,7 +294,9 @@ class Stopwatch:
             own, span = max(0.0, stage.seconds - stage.count * inside), spans.get(name)
             stages[name] = {"seconds": own, "count": stage.count, "gpu_span_seconds": span}
         window = {"steady": self.steady, "seconds": seconds, "iterations": self.iterations}
-        gpu = {"nvml_util": sum(self.nvml) / len(self.nvml) if self.nvml else None}
+        percents, thin = [percent for _, percent in self.nvml], 1 + len(self.nvml) // 1000
+        gpu = {"nvml_util": sum(percents) / len(percents) if percents else None}
+        gpu["nvml_samples"] = self.nvml[::thin] or None
         gpu["sm_util"] = gpm(self.device, self.gpm) if self.gpm else None
         peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
         return {
@@ -372,12 +376,24 @@ def reduce_trace(events, iterations, env_steps, untraced_seconds):
     """
     Call = namedtuple("Call", "layer name id thread")
     to_pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
-    edges = []
+    edges, layers_known, last_operator = [], {}, {}
     for e in events:
-        kind, start, end = layer(e), e.start_ns(), e.start_ns() + max(1, e.duration_ns())
+        name, start = e.name(), e.start_ns()
+        end, signs = (
+            start + max(1, e.duration_ns()),
+            (name, e.device_type(), e.is_user_annotation()),
+        )
+        if signs not in layers_known:
+            layers_known[signs] = layer(e)
+        kind = layers_known[signs]
+        if kind == "backend_s":  # most operators are parts of another one and change nothing
+            begin, until = last_operator.get(e.start_thread_id(), (0, 0))
+            if begin <= start and end <= until:
+                continue
+            last_operator[e.start_thread_id()] = start, end
         if kind == "cuda_launch_s" and e.correlation_id() in to_pageable:
             kind = "cuda_wait_s"  # such a copy blocks
-        call = Call(kind, e.name(), e.correlation_id(), e.start_thread_id())
+        call = Call(kind, name, e.correlation_id(), e.start_thread_id())
         if kind:
             edges += (start, 1, -end, call), (end, 0, 0, call)  # sorts ends first, then parents
 
@@ -406,8 +422,10 @@ def reduce_trace(events, iterations, env_steps, untraced_seconds):
             stage, layers = stages[stack[-1]], {call.layer for call in running}
             span = (until - at) / 1e9
             rest = "simulator_s" if stack[-1] == "simulation" else "python_s"
-            stage[next((f for f in ("overhead", *CPU_FIELDS) if f in layers), rest)] += span
-            stage["gpu_overlap_s"] += span * ("gpu_s" in layers)
+            field = next((f for f in ("overhead", *CPU_FIELDS) if f in layers), rest)
+            stage[field] += span
+            for overlap in ("gpu_overlap_s", "gpu_with_" + field):
+                stage[overlap] += span * ("gpu_s" in layers)
             for name in {launcher.get(call.id) for call in running if call.layer == "gpu_s"}:
                 stages[name]["gpu_s"] += span
     for kernel in kernels:

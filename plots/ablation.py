@@ -24,8 +24,9 @@ import statistics
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import run_dirs
+
+ROOT = run_dirs.ROOT
 WHOLE = "all tricks"
 SETTINGS = {
     "sac": {"learning_starts": 500, "total_timesteps": 2_500},
@@ -189,9 +190,9 @@ def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dic
     try:
         if status:
             raise ValueError(f"ended with exit status {status}")
-        run = speedup.read_run(speedup.run_directory(log))
+        run = run_dirs.read_run(speedup.run_directory(log))
     except ValueError as reason:
-        where = f"see {speedup.shown(log)}:\n{speedup.last_lines(log)}"
+        where = f"see {run_dirs.shown(log)}:\n{speedup.last_lines(log)}"
         raise ValueError(f"{trick!r} round {seed} {reason}, {where}") from None
     result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
     return result | {"command": shlex.join(["python", *command[1:]]), "config": run.config}
@@ -199,8 +200,6 @@ def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dic
 
 def summarize(rounds: list[dict], tricks: list[str]) -> list[dict]:
     """One dict per trick from rounds {trick: result}, in which a failed one is missing."""
-    from speedup import spread
-
     rows = []
     for trick in tricks:
         pairs = [(r[trick], r[WHOLE]) for r in rounds if trick in r and WHOLE in r]
@@ -211,10 +210,10 @@ def summarize(rounds: list[dict], tricks: list[str]) -> list[dict]:
         rows.append(
             {
                 "without": trick,
-                "sps_steady": spread([one for one, _ in speeds]),
+                "sps_steady": run_dirs.spread([one for one, _ in speeds]),
                 "of_whole": statistics.median(one / whole for one, whole in speeds),
-                "worth_us": spread([1e6 / one - 1e6 / whole for one, whole in speeds]),
-                "warmup_seconds": spread([one["warmup_seconds"] for one, _ in pairs]),
+                "worth_us": run_dirs.spread([1e6 / one - 1e6 / whole for one, whole in speeds]),
+                "warmup_seconds": run_dirs.spread([one["warmup_seconds"] for one, _ in pairs]),
             }
         )
     return rows
@@ -268,16 +267,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     configs = [result["config"] for results in rounds for result in results.values()]
     if configs:
-        hardware, rows = speedup.machine(configs), summarize(rounds, tricks)
+        hardware, rows = run_dirs.machine(configs), summarize(rounds, tricks)
         command = f"python plots/ablation.py --algorithm {options.algorithm} "
         command += f"--rounds {options.rounds} --steps {options.steps}"
-        above = [f"Tricks taken away one at a time: {command}", *speedup.describe(hardware)]
+        above = [f"Tricks taken away one at a time: {command}", *run_dirs.describe(hardware)]
         above.append(f"HalfCheetah-v5, {options.steps:,} environment steps per run")
         record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
         record |= {"rounds": rounds, "failures": failures}
-        below = [f"logs: {speedup.shown(options.out / 'logs')}/"]
+        below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
         report = options.out / f"ablation_{options.algorithm}"
-        speedup.write_report(report, above, cells(rows), below, record, labels=1)
+        run_dirs.write_report(report, above, cells(rows), below, record, labels=1)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return int(bool(failures))

@@ -8,22 +8,20 @@ steps of Euler's method of a `work`-th of the time each, which no compiler can l
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
+import run_dirs  # noqa: F401  so that Python finds leanrl
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from leanrl import ppo_cartpole_gpu as baseline  # noqa: E402
-from leanrl import ppo_cartpole_gpu_torchcompile as variant  # noqa: E402
+from leanrl import ppo_cartpole_gpu as baseline
+from leanrl import ppo_cartpole_gpu_torchcompile as variant
 
 BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
 CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length

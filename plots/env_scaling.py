@@ -40,11 +40,12 @@ from pathlib import Path
 
 import env_arms
 import numpy as np
+import run_dirs
 import speedup
 import torch
 from env_arms import ARMS, LEARNERS, Arm, Stepper
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = run_dirs.ROOT
 SAMPLES = 5  # per point; the median counts
 NUMBERS = sorted({32} | {4**k for k in range(11)})  # of environments; 32 is where processes end
 WORK = [1, 3, 10, 30, 100, 300, 1000]
@@ -252,7 +253,7 @@ def run_training(
         status = speedup.run_logged(command, log, lambda steps: None, environment)
     if status:
         raise ValueError(
-            f"{back_end}, seed {seed}: exit status {status}, see {speedup.shown(log)}:\n"
+            f"{back_end}, seed {seed}: exit status {status}, see {run_dirs.shown(log)}:\n"
             + speedup.last_lines(log)
         )
     result = json.loads(log.read_text().rstrip().rpartition("\n")[2])
@@ -473,16 +474,16 @@ def write(record: dict, stem: Path) -> None:
     lines = ["# CartPole-v1: the scaling study", ""]
     for name, part in record.items():
         lines.append(f"- {name}: `{part['command']}`")
-        lines += [f"    - {line}" for line in speedup.describe(part["machine"])]
+        lines += [f"    - {line}" for line in run_dirs.describe(part["machine"])]
     for heading, rows in tables(record):
-        lines += ["", f"## {heading}", "", speedup.as_markdown(rows, labels=1)]
+        lines += ["", f"## {heading}", "", run_dirs.as_markdown(rows, labels=1)]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 def machine() -> dict:
     """What config.json of a run says of the machine, now."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return speedup.machine([env_arms.variant.run_config(env_arms.variant.Args(), device)])
+    return run_dirs.machine([env_arms.variant.run_config(env_arms.variant.Args(), device)])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -535,15 +536,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"FAILED: {failure}", file=sys.stderr)
         return 1
     for heading, rows in tables(options.record):
-        print(f"\n{heading}\n{speedup.as_text(rows, labels=1)}")
+        print(f"\n{heading}\n{run_dirs.as_text(rows, labels=1)}")
     if "figures" in parts:
         import env_figures
 
         if not options.record:
-            parser.error(f"no record {speedup.shown(file)}: run the other parts first")
+            parser.error(f"no record {run_dirs.shown(file)}: run the other parts first")
         for path in env_figures.draw(options.record, options.out):
-            print(f"figure: {speedup.shown(path)}")
-    print(f"files: {speedup.shown(file)}, {speedup.shown(options.out.with_suffix('.md'))}")
+            print(f"figure: {run_dirs.shown(path)}")
+    print(f"files: {run_dirs.shown(file)}, {run_dirs.shown(options.out.with_suffix('.md'))}")
     return 0
 
 

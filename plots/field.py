@@ -35,6 +35,10 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import run_dirs
+
+ROOT = run_dirs.ROOT
+
 LIBRARIES = {"Stable-Baselines3": "sb3", "SBX": "sbx"}
 OURS = {  # name -> what follows the script's name
     "LeanRL baseline": [".py"],
@@ -196,19 +200,17 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         if entrant in LIBRARIES:
             result = json.loads(log.read_text().rstrip().rpartition("\n")[2])
         else:
-            run = speedup.read_run(speedup.run_directory(log))
+            run = run_dirs.read_run(speedup.run_directory(log))
             result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
-            result |= {"run": speedup.shown(run.path), "config": run.config}
+            result |= {"run": run_dirs.shown(run.path), "config": run.config}
     except ValueError as reason:
-        where = f"see {speedup.shown(log)}:\n{speedup.last_lines(log)}"
+        where = f"see {run_dirs.shown(log)}:\n{speedup.last_lines(log)}"
         raise ValueError(f"{entrant} round {seed} {reason}, {where}") from None
     return {"command": shlex.join(["python", *command[1:]]), "load_average": load, **result}
 
 
 def summarize(rounds: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
     """One dict per entrant from rounds {entrant: result}, in which a failed one is missing."""
-    from speedup import spread
-
     reference, rows = next(iter(LIBRARIES)), []
     for entrant in entrants:
         results = [results[entrant] for results in rounds if entrant in results]
@@ -223,9 +225,9 @@ def summarize(rounds: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> 
         rows.append(
             {
                 "entrant": entrant,
-                "sps_steady": spread([result["sps_steady"] for result in results]),
+                "sps_steady": run_dirs.spread([result["sps_steady"] for result in results]),
                 "ratio_to_sb3": statistics.median(ratios) if ratios else None,
-                "warmup_seconds": spread([result["warmup_seconds"] for result in results]),
+                "warmup_seconds": run_dirs.spread([result["warmup_seconds"] for result in results]),
                 "runs": len(results),
             }
         )
@@ -253,7 +255,6 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    root = Path(__file__).resolve().parents[1]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -261,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
     parser.add_argument("--steps", type=int, help="environment steps per run; sac, td3: 3000")
     parser.add_argument("--field-python", default=".venv-field/bin/python")
-    parser.add_argument("--out", type=Path, default=root / "plots/out", help="folder of the report")
+    parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
@@ -273,11 +274,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         work(options.worker, options.algorithm, options.steps, options.seed)
         return 0
-    if not (root / options.field_python).exists():
+    if not (ROOT / options.field_python).exists():
         parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
 
-    # here, because the worker's environment need not have what they need
-    import speedup
+    import speedup  # here, because the worker's environment need not have what it needs
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     entrants = settings.entrants
@@ -290,12 +290,12 @@ def main(arguments: list[str] | None = None) -> int:
     results = [result for results in rounds for result in results.values()]
     configs = [result["config"] for result in results if "config" in result]
     if configs:
-        hardware, rows = speedup.machine(configs), summarize(rounds, entrants)
+        hardware, rows = run_dirs.machine(configs), summarize(rounds, entrants)
         loads = [result["load_average"][0] for result in results]
         hardware["load_average_1min"] = {"min": min(loads), "max": max(loads)}
         command = f"python plots/field.py --algorithm {options.algorithm} "
         command += f"--rounds {options.rounds} --steps {options.steps}"
-        above = [f"Field benchmark: {command}", *speedup.describe(hardware)]
+        above = [f"Field benchmark: {command}", *run_dirs.describe(hardware)]
         above.append(f"{settings.env_id}, {options.steps:,} environment steps per run")
         for library in settings.libraries:
             for worker in [results[library] for results in rounds if library in results][:1]:
@@ -304,9 +304,9 @@ def main(arguments: list[str] | None = None) -> int:
                 above.append(f"{library}: Python {worker['python']}, {found}; {where}")
         record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
         record |= {"rounds": rounds, "failures": failures}
-        below = [f"logs: {speedup.shown(options.out / 'logs')}/"]
+        below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
         report = options.out / f"field_{options.algorithm}"
-        speedup.write_report(report, above, cells(rows), below, record, labels=1)
+        run_dirs.write_report(report, above, cells(rows), below, record, labels=1)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return int(bool(failures))

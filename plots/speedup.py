@@ -1,31 +1,36 @@
-"""The speed-up table: each algorithm as baseline, rewritten (eager), compiled and captured.
+"""The speed-up table and the figures: each algorithm as it is, rewritten, compiled and captured.
 
-    python plots/speedup.py --quick                 SAC, two short runs per row: minutes
+    python plots/speedup.py --quick                 three scripts, two short runs per row: minutes
     python plots/speedup.py --full                  every script, 3 seeds, full length: days
-    python plots/speedup.py --table-only runs/...   only the table, from runs that exist
+    python plots/speedup.py --full --only 'ppo*compile' --seeds 1 --steps 100000
+    python plots/speedup.py --table-only runs/...   table and figures of runs that exist
 
 Every run is a process of its own, one at a time, and the rows take turns (A B C, A B C), so that
-the drift of a shared machine hits all alike; round n has seed n. All numbers come from config.json
-and stages.json of the runs:
+the drift of a shared machine hits all alike; round n has seed n. --full goes on where it stopped:
+a run that is finished, with the same command, on the same machine and versions, by a script that
+has not changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches. In --quick each
+run ends with a traced part, in --full each row with a short traced run, for plots/breakdown.py. All
+numbers come from config.json and stages.json of the runs:
 
-    steps/s         median over the runs, and range, of the steady environment steps per second
-    speed-up        ratio of that median to the baseline's
+    steps/s         mean over the seeds, and range, of the steady environment steps per second
+    speed-up        ratio of that mean to the baseline's
     warm-up s       what steps/s leaves out: random exploration, compilation and capture, but not
                     the imports. `first` is the row's first run, for which the compiler's cache is
-                    empty (--table-only: as the run found it), `best` the fastest
-    all steps/s     median of all steps / all seconds
+                    empty (--table-only, --full: as the run found it), `best` the fastest
+    all steps/s     mean of all steps / all seconds
 
-Written to plots/out/: speedup.md, speedup.json, and logs/ with what each run printed. Exit status 1
-if a run failed; the others count nevertheless.
+Written to plots/out/: speedup.md, .csv and .json, the figures of plots/curves.py and
+plots/breakdown.py, and logs/ with what each run printed. Exit status 1 if a run failed; the others
+count nevertheless.
 """
 
 import argparse
-import json
+import csv
+import fnmatch
 import os
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,20 +38,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import run_dirs
 import tqdm
+from run_dirs import FREE_ARGS, ROWS, VARIANT, Run, incomparable, read_run, read_runs, shown, spread
 
-ROOT = Path(__file__).resolve().parents[1]
-VARIANT = "_torchcompile"
-ROWS = {  # name -> flags of the variant; the baseline is another file
-    "baseline": (),
-    "eager": (),
-    "compile": ("--compile",),
-    "cudagraphs": ("--cudagraphs",),
-    "compile+cudagraphs": ("--compile", "--cudagraphs"),
+ROOT = run_dirs.ROOT
+QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
+SHORT = {  # flags of a run that is just long enough for the steady window and the trace
+    "sac_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1500},
+    "td3_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1500},
+    "ppo_continuous_action": {"--total-timesteps": 8 * 2048},
+    "ppo_atari_envpool": {"--total-timesteps": 8 * 8 * 128},
+    "ppo_cartpole_gpu": {"--total-timesteps": 8 * 4096 * 32},
+    "ppo_pendulum_gpu": {"--total-timesteps": 8 * 4096 * 16},
 }
-# what may differ between runs of one table: the rest of args are settings that must agree
-FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
-FREE_ARGS |= {"wandb_entity"}
+TRACED = ["--stopwatch", "trace"]
 
 
 @dataclass
@@ -61,89 +67,18 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.script} {self.row} seed {self.seed}"
+        traced = " traced" if "trace" in self.command else ""
+        return f"{self.script} {self.row} seed {self.seed}{traced}"
 
 
-@dataclass
-class Run:
-    """A finished run: what its two files say."""
-
-    path: Path
-    config: dict
-    stages: dict
-
-    @property
-    def script(self) -> str:
-        return self.config["args"]["exp_name"].removesuffix(VARIANT)
-
-    @property
-    def row(self) -> str:
-        args = self.config["args"]
-        if not args["exp_name"].endswith(VARIANT):
-            return "baseline"
-        # without a device --cudagraphs has no effect
-        graphs = args["cudagraphs"] and self.config["gpu"]
-        return "+".join(["compile"] * args["compile"] + ["cudagraphs"] * bool(graphs)) or "eager"
+def timed(runs: list[Run]) -> list[Run]:
+    """The runs that tell a row's speed: its traced ones only where it has no others."""
+    plain = {(run.script, run.row) for run in runs if not traced(run)}
+    return [run for run in runs if not traced(run) or (run.script, run.row) not in plain]
 
 
-def shown(path: Path) -> str:
-    """`path` as seen from the repository, so that no record names a machine's folders."""
-    path = path.resolve()
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-
-
-def read_run(path: Path) -> Run:
-    """The run in the directory `path`; ValueError says what is wrong with one that did not end."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-        stages = json.loads((path / "stages.json").read_text())
-    except FileNotFoundError as missing:
-        raise ValueError(
-            f"has no {Path(missing.filename).name}: killed, or still running"
-        ) from None
-    steps = round(stages["sps_inclusive"] * stages["wall_seconds"])  # to within a rounding error
-    wanted = config["args"]["total_timesteps"]
-    if steps < 0.99 * wanted:
-        raise ValueError(f"stopped after {steps} of {wanted} steps")
-    if not stages["sps_steady"]:
-        raise ValueError("ended before its warm-up did: no steady steps/s")
-    return Run(path, config, stages)
-
-
-def find_runs(paths: list[Path]) -> list[Path]:
-    """The run directories among `paths` and directly below them, in the order they were made."""
-    found = {
-        config.parent
-        for path in paths
-        for config in (*path.glob("config.json"), *path.glob("*/config.json"))
-    }
-    return sorted(found, key=lambda path: (path.name.rpartition("__")[2].zfill(12), path.name))
-
-
-def incomparable(runs: list[Run]) -> str | None:
-    """Why `runs` do not belong into one table, or None if they do."""
-    for run in runs:
-        for other in runs:
-            configs = run.config, other.config
-            pairs = {key: [config.get(key) for config in configs] for key in ("gpu", "versions")}
-            # how many threads to take is a script's own choice
-            pairs["cpu"] = [config["cpu"] | {"threads": None} for config in configs]
-            if run.script == other.script:
-                one, another = (config["args"] for config in configs)
-                names = one.keys() | another.keys()
-                if (run.row == "baseline") != (other.row == "baseline"):
-                    names = one.keys() & another.keys()  # the variant has flags of its own
-                for key in names - FREE_ARGS:
-                    pairs[key] = one.get(key), another.get(key)
-            for key, (one, another) in sorted(pairs.items()):
-                if one != another:
-                    return f"{shown(run.path)} has {key} {one}, {shown(other.path)} {another}"
-    return None
-
-
-def spread(values: list[float]) -> dict:
-    """Median and range."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def traced(run: Run) -> bool:
+    return run.config["args"].get("stopwatch") == "trace"
 
 
 def summarize(runs: list[Run]) -> list[dict]:
@@ -161,44 +96,22 @@ def summarize(runs: list[Run]) -> list[dict]:
                 continue
             steady = spread([run.stages["sps_steady"] for run in mine])
             if row == "baseline":
-                baseline = steady["median"]
+                baseline = steady["mean"]
             warmups = [run.stages["warmup_seconds"] for run in mine]
             rows.append(
                 {
                     "script": script,
                     "row": row,
                     "sps_steady": steady,
-                    "speedup": steady["median"] / baseline if baseline else None,
+                    "speedup": steady["mean"] / baseline if baseline else None,
                     "warmup_seconds": {"first": warmups[0], "best": min(warmups)},
                     "sps_inclusive": spread([run.stages["sps_inclusive"] for run in mine]),
                     "runs": [shown(run.path) for run in mine],
+                    "seeds": [run.config["args"]["seed"] for run in mine],
                     "commands": [run.config["command"] for run in mine],
                 }
             )
     return rows
-
-
-def machine(configs: list[dict]) -> dict:
-    """Hardware, versions, commit and load of the runs with these config.json."""
-    first, loads = configs[0], [config["load_average"][0] for config in configs]
-    return {
-        **{key: first[key] for key in ("cpu", "gpu", "gpu_driver", "python", "versions")},
-        "git_commits": list(dict.fromkeys(config["git_commit"] for config in configs)),
-        "load_average_1min": {"min": min(loads), "max": max(loads)},
-    }
-
-
-def describe(machine: dict) -> list[str]:
-    """`machine` as lines for a reader."""
-    cpu, gpu, load = machine["cpu"], machine["gpu"], machine["load_average_1min"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return [
-        f"CPU: {cpu['model'] or 'unknown'}, {cpu['cores']} cores, {cpu['threads']} torch threads",
-        f"GPU: {gpu}, driver {machine['gpu_driver']}" if gpu else "GPU: none",
-        f"Python {machine['python']}, {versions}",
-        f"Commit: {', '.join(commit or 'unknown' for commit in machine['git_commits'])}",
-        f"Load average before the runs: {load['min']:.1f} to {load['max']:.1f}",
-    ]
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
@@ -214,57 +127,40 @@ def cells(rows: list[dict]) -> list[list[str]]:
             [
                 row["script"],
                 row["row"],
-                f"{steady['median']:,.1f}",
+                f"{steady['mean']:,.1f}",
                 f"{steady['min']:,.1f}-{steady['max']:,.1f}",
                 f"{row['speedup']:.2f}x" if row["speedup"] else "-",
                 f"{warmup['first']:.1f}",
                 f"{warmup['best']:.1f}",
-                f"{row['sps_inclusive']['median']:,.1f}",
+                f"{row['sps_inclusive']['mean']:,.1f}",
                 str(len(row["runs"])),
             ]
         )
     return table
 
 
-def as_text(table: list[list[str]], labels: int) -> str:
-    """Aligned for a terminal, the first `labels` columns to the left.
-
-    A cell followed by empty ones may run over into their columns.
-    """
-    full = [line for line in table if line[-1]]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    widths[:labels] = [max(len(line[i]) for line in table) for i in range(labels)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < labels else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in table
-    )
-
-
-def as_markdown(table: list[list[str]], labels: int) -> str:
-    heading, *rest = table
-    rule = ["---"] * labels + ["---:"] * (len(heading) - labels)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heading, rule, *rest))
-
-
-def write_report(
-    stem: Path,
-    above: list[str],
-    table: list[list[str]],
-    below: list[str],
-    record: dict,
-    labels: int = 2,
-) -> None:
-    """Prints the report and writes it to `stem`.md and, with all numbers, `stem`.json."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    markdown, record_file = stem.with_suffix(".md"), stem.with_suffix(".json")
-    below = [*below, f"files: {shown(markdown)}, {shown(record_file)}"]
-    print("\n".join(["", *above, "", as_text(table, labels), "", *below]))
-    lists = ["\n".join(f"- {line}" for line in lines) for lines in (above, below)]
-    markdown.write_text(f"{lists[0]}\n\n{as_markdown(table, labels)}\n\n{lists[1]}\n")
-    record_file.write_text(json.dumps(record, indent=2) + "\n")
+def write_csv(path: Path, record: dict) -> None:
+    """The table with hardware and versions in each line, for spreadsheets and pandas."""
+    machine, lines = record["machine"], []
+    for row in record["rows"]:
+        settings = record["settings"][row["script"]]
+        line = {"script": row["script"], "row": row["row"], "env_id": settings["env_id"]}
+        line |= {"total_timesteps": settings["total_timesteps"]}
+        if "skipped" not in row:
+            line |= {f"sps_{name}": value for name, value in row["sps_steady"].items()}
+            line |= {"speedup": row["speedup"]}
+            line |= {f"warmup_s_{name}": value for name, value in row["warmup_seconds"].items()}
+            line |= {"sps_inclusive_mean": row["sps_inclusive"]["mean"]}
+            line |= {"seeds": " ".join(map(str, row["seeds"]))}
+        line |= {"skipped": row.get("skipped"), "cpu": machine["cpu"]["model"]}
+        line |= {"cores": machine["cpu"]["cores"], "gpu": machine["gpu"]}
+        line |= {"python": machine["python"], **machine["versions"]}
+        lines.append(line | {"commits": " ".join(map(str, machine["git_commits"]))})
+    with path.open("w", newline="") as file:
+        names = max((list(line) for line in lines), key=len)
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(lines)
 
 
 def steps_done(log: Path) -> int:
@@ -379,26 +275,99 @@ def total_timesteps(script: Path) -> int:
     return int(re.search(r"total_timesteps: int = ([\d_]+)", script.read_text()).group(1))
 
 
-def make_jobs(scripts: list[str], rows: list[str], rounds: int, flags: list[str]) -> list[Job]:
-    """Round by round, so that the rows of a script take turns; `flags` go to every run."""
+def make_jobs(
+    scripts: list[str], rows: list[str], seeds: int, short: bool, steps=None
+) -> list[Job]:
+    """Round by round, so that the rows of a script take turns; `short` runs are traced ones."""
     jobs = []
-    for seed in range(1, rounds + 1):
+    for seed in range(1, seeds + 1):
         for script in scripts:
             for row in rows:
                 file = f"leanrl/{script}{'' if row == 'baseline' else VARIANT}.py"
-                command = [sys.executable, file, "--seed", str(seed), *flags, *ROWS[row]]
-                if "--total-timesteps" in flags:
-                    steps = int(flags[flags.index("--total-timesteps") + 1])
-                else:
-                    steps = total_timesteps(ROOT / file)
-                jobs.append(Job(script, row, seed, command, steps))
+                flags = dict(SHORT[script]) if short else {}
+                if steps:
+                    flags["--total-timesteps"] = steps
+                command = [sys.executable, file, "--seed", str(seed), *ROWS[row]]
+                command += [str(word) for flag in flags.items() for word in flag]
+                length = flags.get("--total-timesteps") or total_timesteps(ROOT / file)
+                jobs.append(Job(script, row, seed, command + TRACED * short, length))
     return jobs
 
 
-def has_cuda() -> bool:
-    import torch  # here, because --table-only and the tests do not need it
+def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
+    """All runs of --quick or --full that --only lets through and this machine can make."""
+    variants = sorted((ROOT / "leanrl").glob(f"*{VARIANT}.py"))
+    scripts = [path.stem.removesuffix(VARIANT) for path in variants]
+    rows = [row for row, flags in ROWS.items() if cuda or "--cudagraphs" not in flags]
+    for row in ROWS:
+        if row not in rows:
+            print(f"skipped: {row}, no CUDA device")
+    if options.quick:
+        scripts = [name for name in scripts if options.only or name in QUICK]
+        jobs = make_jobs(scripts, rows, options.seeds or 2, True, options.steps)
+    else:
+        jobs = make_jobs(scripts, rows, options.seeds or 3, False, options.steps)
+        jobs += make_jobs(scripts, rows, 1, True)
+    only = options.only or "*"
+    return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
 
-    return torch.cuda.is_available()
+
+def this_machine() -> dict:
+    """Hardware and versions, as the scripts' config.json has them."""
+    import torch  # here, because --table-only does not need it
+
+    from leanrl.sac_continuous_action import Args, run_config
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return run_config(Args(), device)
+
+
+def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
+    """{name: run} of the jobs that need not run again; `here` is this machine's config.json."""
+    runs, kept = read_runs([ROOT / "runs"])[0], {}
+    for job in jobs:
+        script = ROOT / job.command[1]
+        for run in runs:
+            same = run.config["command"] == " ".join(job.command[1:])
+            same = same and all(run.config[key] == here[key] for key in ("gpu", "versions"))
+            same = same and run.config["cpu"]["model"] == here["cpu"]["model"]
+            if same and script.stat().st_mtime < (run.path / "config.json").stat().st_mtime:
+                kept[job.name] = run
+    return kept
+
+
+def draw_figures(runs: list[Run], out: Path) -> None:
+    """What plots/curves.py and plots/breakdown.py make of these runs."""
+    try:
+        import breakdown
+        import curves
+    except ImportError as missing:
+        print(f"no figures: {missing}; pip install -r requirements/plots.txt", file=sys.stderr)
+        return
+    breakdown.write(runs, out)
+    curves.write(runs, out)
+
+
+def write_table(runs: list[Run], failures: list[str], protocol: str, call: str, out: Path) -> None:
+    """speedup.md, .csv and .json."""
+    command = f"python plots/speedup.py {call}"
+    record = {"schema": 1, "protocol": protocol, "command": command}
+    record |= {"machine": run_dirs.machine([run.config for run in runs])}
+    record |= {"rows": summarize(runs), "failures": failures}
+    settings = {run.script: run.config["args"] for run in runs}
+    record["settings"] = {
+        script: {key: value for key, value in args.items() if key not in FREE_ARGS}
+        for script, args in settings.items()
+    }
+    above = [f"Speed-up table ({protocol}): {command}", *run_dirs.describe(record["machine"])]
+    for script, args in record["settings"].items():
+        length = f"{args['total_timesteps']:,} environment steps per run"
+        above.append(f"{script}: {args['env_id']}, {length}")
+    below = [f"runs: {', '.join(sorted({shown(run.path.parent) for run in runs}))}/"]
+    if (out / "logs").exists():
+        below.append(f"logs: {shown(out / 'logs')}/")
+    run_dirs.write_report(out / "speedup", above, cells(record["rows"]), below, record)
+    write_csv(out / "speedup.csv", record)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -406,46 +375,35 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--quick", action="store_true", help="SAC, short runs")
+    what.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}; short runs")
     what.add_argument("--full", action="store_true", help="every script at full length")
     what.add_argument("--table-only", nargs="+", type=Path, metavar="RUNS_DIR", help="run nothing")
-    parser.add_argument("--rounds", type=int, help="runs per row (quick: 2, full: 3)")
-    parser.add_argument("--steps", type=int, default=3000, help="of a quick run")
-    parser.add_argument("--learning-starts", type=int, default=1000, help="of a quick run")
+    parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
+    parser.add_argument("--seeds", type=int, help="runs per row (quick: 2, full: 3)")
+    parser.add_argument("--steps", type=int, help="environment steps per run")
     parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
     options = parser.parse_args(arguments)
 
     failures = []
     if options.table_only:
-        protocol, runs = "table only", []
+        protocol = "table only"
         call = shlex.join(["--table-only", *map(shown, options.table_only)])
-        for path in find_runs(options.table_only):
-            try:
-                runs.append(read_run(path))
-            except ValueError as reason:
-                failures.append(f"{shown(path)} {reason}")
-        if not runs and not failures:
-            parser.error(f"no runs in {', '.join(map(str, options.table_only))}")
-        if reason := incomparable(runs):
-            parser.error(f"these runs make no table: {reason}; name those that belong together")
+        runs, skipped = read_runs(options.table_only)
+        for line in skipped:
+            print(f"skipped: {line}", file=sys.stderr)
+        if not runs:
+            parser.error(f"no finished runs in {', '.join(map(str, options.table_only))}")
     else:
-        cuda = has_cuda()
-        rows = [row for row, flags in ROWS.items() if cuda or "--cudagraphs" not in flags]
-        for row in ROWS:
-            if row not in rows:
-                print(f"skipped: {row}, no CUDA device")
-        if options.quick:
-            protocol, scripts = "quick", ["sac_continuous_action"]
-            flags = ["--learning-starts", str(options.learning_starts)]
-            flags += ["--total-timesteps", str(options.steps)]
-            call = f"--quick --steps {options.steps} --learning-starts {options.learning_starts}"
-        else:
-            variants = sorted((ROOT / "leanrl").glob(f"*{VARIANT}.py"))
-            protocol, flags, call = "full", [], "--full"
-            scripts = [path.stem.removesuffix(VARIANT) for path in variants]
-        rounds = options.rounds or (2 if options.quick else 3)
-        call += f" --rounds {rounds}"
-        jobs = make_jobs(scripts, rows, rounds, flags)
+        here = this_machine()
+        jobs = plan(options, here["gpu"] is not None)
+        if not jobs:
+            parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
+        protocol = "quick" if options.quick else "full"
+        call = " ".join([f"--{protocol}", *(shlex.join(words) for words in given(options))])
+        kept = finished(jobs, here) if options.full else {}
+        for name, run in kept.items():
+            print(f"kept: {name}, {shown(run.path)}")
+        jobs = [job for job in jobs if job.name not in kept]
         print(f"{len(jobs)} runs, {sum(job.steps for job in jobs):,} environment steps in all")
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
@@ -453,28 +411,22 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("\ninterrupted; the runs so far are in runs/", file=sys.stderr)
             return 130
+        runs = [*kept.values(), *runs]
 
+    if reason := incomparable(timed(runs)):
+        parser.error(f"these runs make no table: {reason}; name those that belong together")
     if runs:
-        hardware, table = machine([run.config for run in runs]), summarize(runs)
-        command = f"python plots/speedup.py {call}"
-        record = {"schema": 1, "protocol": protocol, "command": command}
-        record |= {"machine": hardware, "rows": table, "failures": failures}
-        settings = {run.script: run.config["args"] for run in runs}
-        record["settings"] = {
-            script: {key: value for key, value in args.items() if key not in FREE_ARGS}
-            for script, args in settings.items()
-        }
-        above = [f"Speed-up table ({protocol}): {command}", *describe(hardware)]
-        for script, args in record["settings"].items():
-            length = f"{args['total_timesteps']:,} environment steps per run"
-            above.append(f"{script}: {args['env_id']}, {length}")
-        below = [f"runs: {', '.join(sorted({shown(run.path.parent) for run in runs}))}/"]
-        if protocol != "table only":
-            below.append(f"logs: {shown(options.out / 'logs')}/")
-        write_report(options.out / "speedup", above, cells(table), below, record)
+        write_table(timed(runs), failures, protocol, call, options.out)
+        draw_figures(runs, options.out)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return int(bool(failures))
+
+
+def given(options: argparse.Namespace) -> list[list[str]]:
+    """The options that narrow a protocol, as words of a command line."""
+    names = [name for name in ("only", "seeds", "steps") if getattr(options, name)]
+    return [[f"--{name}", str(getattr(options, name))] for name in names]
 
 
 if __name__ == "__main__":

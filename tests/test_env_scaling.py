@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "plots"))
+sys.path.append(str(ROOT / "plots"))
 import env_arms  # noqa: E402
 import env_scaling  # noqa: E402
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "plots"))
+sys.path.append(str(ROOT / "plots"))
 import ablation  # noqa: E402
 import field  # noqa: E402
 import speedup  # noqa: E402
@@ -238,7 +238,7 @@ def test_an_interrupt_ends_the_running_child(tmp_path):
         f"finally:\n    pathlib.Path({str(mark)!r}).touch()\n"
     )
     parent = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'plots')!r})\n"
+        f"import sys; sys.path.append({str(ROOT / 'plots')!r})\n"
         "import signal, speedup; from pathlib import Path\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"speedup.run_logged([sys.executable, '-c', {child!r}], Path({str(log)!r}), print)\n"
@@ -308,7 +308,7 @@ def test_every_trick_can_be_taken_away(algorithm, tmp_path):
         settings |= {"learning_starts": 16, "batch_size": 8}
     code = f"""
 import importlib, sys
-sys.path.insert(0, {str(ROOT / "plots")!r})
+sys.path.append({str(ROOT / "plots")!r})
 import ablation
 name = "leanrl.{algorithm}_continuous_action_torchcompile"
 for i, patch in enumerate(ablation.TRICKS[{algorithm!r}].values()):

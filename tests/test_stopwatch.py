@@ -222,7 +222,8 @@ def test_report_has_the_schema_and_survives_json(capsys):
     for stage in report["stages"].values():
         assert set(stage) == {"seconds", "count", "gpu_span_seconds"}
         assert stage["gpu_span_seconds"] is None  # never 0 without a GPU
-    assert report["gpu"] == dict(nvml_util=None, sm_util=None, memory_peak_bytes=None)
+    fields = "nvml_util", "nvml_samples", "sm_util", "memory_peak_bytes"
+    assert report["gpu"] == dict.fromkeys(fields)
     again = watch.report()
     assert again["stages"] == report["stages"] and again["sps_steady"] == report["sps_steady"]
 
@@ -271,7 +272,9 @@ def test_cuda_sampling_with_a_fake_cuda(clock, monkeypatch, capsys):
     assert spans["inference"] == pytest.approx(255 * 0.5, rel=0.01)
     assert spans["replay"] == pytest.approx(255 * 0.25, rel=0.01)
     assert spans["simulation"] is None and spans["untracked"] is None
-    assert report["gpu"] == dict(nvml_util=40, sm_util=None, memory_peak_bytes=2**30)
+    samples = [(seconds, 40) for seconds in (33.0, 65.0, 97.0)]
+    gpu = dict(nvml_util=40, nvml_samples=samples, sm_util=None, memory_peak_bytes=2**30)
+    assert report["gpu"] == gpu
     assert "GPU us" in capsys.readouterr().out
 
 
@@ -358,6 +361,11 @@ def test_a_trace_of_everything(kind):
         simulator_s=0,
         gpu_s=(620 - 480) + 10 + 20 + 20,  # unions; the memset runs after the stage but is its work
         gpu_overlap_s=140 + 10 + 20,
+        gpu_with_cuda_wait_s=10 + 20,
+        gpu_with_cuda_launch_s=20 + 10,
+        gpu_with_backend_s=20,
+        gpu_with_python_s=10 + 10 + 30 + 20 + 10 + 10,
+        gpu_with_simulator_s=0,
         backend_calls=1,
         cuda_api_calls=5,
         kernel_launches=2,
