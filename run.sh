@@ -5,16 +5,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 usage() {
     cat <<'END'
-bash run.sh                      the quick speed-up table, in minutes; files in plots/out/
-bash run.sh --full               the published table: every script and row, 3 seeds at full length
+bash run.sh                      the quick speed-up table and figures, in minutes; files in plots/out/
+bash run.sh --full               the published ones: every script and row, 3 seeds at full length;
+                                 finished runs are kept. Both take --only GLOB (of 'SCRIPT ROW'),
+                                 --seeds N, --steps N and --out FOLDER
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo or ppo_atari
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in half an hour
 bash run.sh test [arguments]     the tests; arguments go to pytest
 bash run.sh --help               this text
 
 An active environment (venv or conda) is used as it is, and gets only the packages that it lacks.
-Otherwise the first call makes .venv and installs requirements/requirements.txt there, for the
-tests with envpool.txt, wandb.txt, video.txt, study.txt and test.txt, for the study with study.txt.
+Otherwise the first call makes .venv and installs requirements/requirements.txt and plots.txt there,
+for --full envpool.txt, for the study study.txt, for the tests all but dev.txt and field.txt.
 END
 }
 
@@ -104,24 +106,39 @@ END
     fi
 }
 
+# check_narrowing ARGUMENTS...: before anything is installed, that plots/speedup.py will take them.
+check_narrowing() {
+    while [[ $# -gt 0 ]]; do
+        case $1 in
+            --only | --seeds | --steps | --out) [[ $# -gt 1 ]] || die "$1 needs a value" 2 ;;
+            *) die "unexpected argument: $1 (bash run.sh --help lists them)" 2 ;;
+        esac
+        shift 2
+    done
+}
+
 command=${1:-quick}
-[[ $# -eq 0 ]] || shift
+case $command in
+    --only | --seeds | --steps | --out) command=quick ;; # of the quick table
+    *) [[ $# -eq 0 ]] || shift ;;
+esac
 case $command in
     test | field | study) ;;
-    quick | --full | --help | -h) [[ $# -eq 0 ]] || die "unexpected argument: $1" 2 ;;
+    quick | --full) check_narrowing "$@" ;;
+    --help | -h) [[ $# -eq 0 ]] || die "unexpected argument: $1" 2 ;;
     *) die "unknown argument: $command (bash run.sh --help lists them)" 2 ;;
 esac
 if [[ $command == --help || $command == -h ]]; then
     usage
     exit
 fi
-needs=(requirements/requirements.txt)
+needs=(requirements/{requirements,plots}.txt)
 [[ $command != test ]] || needs+=(requirements/{envpool,wandb,video,study,test}.txt) # tests cover the extras
 [[ $command != study ]] || needs+=(requirements/study.txt)
 [[ $command != --full && " $* " != *" ppo_atari "* ]] || needs+=(requirements/envpool.txt)
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
-    quick | --full) exec "$python" plots/speedup.py "--${command#--}" ;;
+    quick | --full) exec "$python" plots/speedup.py "--${command#--}" "$@" ;;
     test) exec "$python" -m pytest -q tests "$@" ;;
     study) exec "$python" plots/env_scaling.py "$@" ;;
     field)

@@ -1,4 +1,4 @@
-"""Where the time goes, as RL-Scope draws it: stages, resources, layers and transitions between them.
+"""Where the time goes, as RL-Scope draws it: stages, resources, layers, transitions between them.
 
     python plots/breakdown.py runs/                 every traced run (--stopwatch trace) in runs/
     python plots/breakdown.py runs/A runs/B --out plots/results/breakdown_cpu
@@ -6,16 +6,16 @@
 Written, for the rows that were traced, to --out: NAME.md and NAME.json with the numbers, and as PNG
 and SVG
 
-    NAME_stages       per script and row: microseconds per environment step of simulation, inference,
-                      backpropagation and the rest, by resource (colour) and layer (hatch); above them
-                      the total on a log axis, below them the transitions per iteration (figure 4 of
-                      RL-Scope, our rows in place of frameworks)
+    NAME_stages       per script and row: microseconds per environment step of simulation,
+                      inference, backpropagation and the rest, by resource (colour) and layer
+                      (hatch); above them the total on a log axis, below them the transitions per
+                      iteration (figure 4 of RL-Scope, our rows in place of frameworks)
     NAME_algorithms   the same in percent over the scripts (figure 5)
     NAME_simulators   the same in percent over the simulators (figure 7)
 
-An iteration is one environment step of the agent: of all its environments side by side. Seconds are
-those of the trace window divided by its inflation, so that they sum to the untraced time. What a
-run without a GPU cannot tell is left out, never drawn as 0. After Gleeson et al., "RL-Scope:
+An iteration is one environment step of the agent: of all its environments side by side. Seconds per
+stage are those of the steady window, which was not traced; the trace divides them into layers. What
+a run without a GPU cannot tell is left out, never drawn as 0. After Gleeson et al., "RL-Scope:
 Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys 2021.
 """
 
@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 import run_dirs
-from run_dirs import ROOT, ROWS, Run, read_runs, shown
+from run_dirs import ROOT, ROWS, Run, label, per_step, read_runs, shown
 
 LAYERS = {  # field of the trace -> name, hatch
     "simulator_s": ("simulator", ""),
@@ -35,6 +35,8 @@ LAYERS = {  # field of the trace -> name, hatch
 }
 RESOURCES = {"CPU": "#E69F00", "CPU + GPU": "#009E73", "GPU": "#56B4E9"}  # Okabe and Ito
 STAGES = ("simulation", "inference", "backpropagation", "rest")
+SHORT = ("sim", "inf", "bp", "rest")
+LEGEND = "sim: simulation, inf: inference, bp: backpropagation, rest: storing, logging, untracked"
 TRANSITIONS = {  # what crosses which border, in words
     "to_simulator": ("Python to simulator", "#0072B2"),
     "to_backend": ("Python to backend", "#D55E00"),
@@ -44,30 +46,25 @@ OFF_POLICY = ("sac", "td3")
 
 
 def reduce(run: Run) -> dict:
-    """A traced run -> its numbers per environment step (seconds) and per iteration (transitions)."""
-    trace, args = run.stages["trace"], run.config["args"]
-    num_envs = args.get("num_envs", 1)
-    per_step, per_iteration = 1 / trace["env_steps"], num_envs / trace["env_steps"]
+    """A traced run -> seconds per environment step, transitions per iteration, shares."""
+    trace, num_envs = run.stages["trace"], run.config["args"].get("num_envs", 1)
     cells, calls = {stage: {} for stage in STAGES}, dict.fromkeys(TRANSITIONS, 0)
     calls["to_simulator"] = 1  # one call steps all environments
-    for name, fields in trace["stages"].items():
+    for name, fields in per_step(run.stages).items():
         stage = cells[name if name in STAGES else "rest"]
         for layer in LAYERS:
-            seconds = fields[layer] or 0
-            beside = fields.get(f"gpu_with_{layer}") or 0
+            beside = fields.get(f"gpu_with_{layer}", 0)
+            alone = fields.get(layer, 0) - beside
             resource = "GPU" if layer == "cuda_wait_s" else "CPU + GPU"
-            for key, value in ((f"{layer} CPU", seconds - beside), (f"{layer} {resource}", beside)):
-                if value:
-                    value *= per_step / trace["inflation"]
-                    stage[key] = stage.get(key, 0) + value
-        calls["to_backend"] += fields["backend_calls"] * per_iteration
-        if fields["cuda_api_calls"] is None:
-            calls["to_cuda"] = None
-        else:
-            calls["to_cuda"] += fields["cuda_api_calls"] * per_iteration
+            for key, seconds in ((f"{layer} CPU", alone), (f"{layer} {resource}", beside)):
+                if seconds:
+                    stage[key] = stage.get(key, 0) + seconds
+        calls["to_backend"] += fields["backend_calls"] * num_envs
+        calls["to_cuda"] += fields.get("cuda_api_calls", 0) * num_envs
+    if trace["gpu_busy"] is None:
+        calls["to_cuda"] = None
     total = sum(sum(stage.values()) for stage in cells.values())
     gpu_alone = sum(stage.get("cuda_wait_s GPU", 0) for stage in cells.values())
-    on_gpu = trace["gpu_busy"] is not None
     return {
         "script": run.script,
         "row": run.row,
@@ -78,10 +75,15 @@ def reduce(run: Run) -> dict:
         "seconds_per_step": total,
         "cells": cells,
         "transitions_per_iteration": calls,
-        "cpu_share": 1 - gpu_alone / total if on_gpu else None,
+        "cpu_share": 1 - gpu_alone / total if trace["gpu_busy"] is not None else None,
         "gpu_busy": trace["gpu_busy"],
         "simulation_share": sum(cells["simulation"].values()) / total,
     }
+
+
+def short(x: float) -> str:
+    """Three digits, and never 1e+03."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def newest(runs: list[Run]) -> list[dict]:
@@ -92,13 +94,6 @@ def newest(runs: list[Run]) -> list[dict]:
             found[run.script, run.env_id, run.row] = reduce(run)
     order = {row: i for i, row in enumerate(ROWS)}
     return sorted(found.values(), key=lambda r: (r["script"], r["env_id"], order[r["row"]]))
-
-
-def label(script: str) -> str:
-    """A script's name as a figure has room for it."""
-    algorithm, _, rest = script.partition("_")
-    where = {"continuous_action": "", "atari_envpool": " Atari"}
-    return algorithm.upper() + where.get(rest, f" {rest.removesuffix('_gpu').capitalize()}")
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
@@ -112,7 +107,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
         percents = [row["cpu_share"], row["gpu_busy"]]
         table.append(
             [row["script"], row["env_id"], row["row"], f"{1e6 * total:,.1f}", *shares]
-            + ["-" if count is None else f"{count:,.3g}" for count in counts]
+            + ["-" if count is None else short(count) for count in counts]
             + ["-" if share is None else f"{100 * share:.0f}%" for share in percents]
         )
     return table
@@ -149,8 +144,8 @@ def headlines(rows: list[dict]) -> list[str]:
                 if one and other:
                     what = f"{TRANSITIONS[name][0]} per iteration, baseline to {mine[-1]['row']}"
                     lines.append(
-                        f"{script}, {env_id}, {what}: {one:,.3g} to {other:,.3g}, "
-                        f"{one / other:,.1f} times fewer"
+                        f"{script}, {env_id}, {what}: {short(one)} to {short(other)}, "
+                        f"{short(one / other)} times fewer"
                     )
     return lines
 
@@ -176,7 +171,7 @@ def bars(ax, rows: list[dict], labels: list[str], percent: bool) -> None:
                 )
                 bottom += seconds * scale
             ax.annotate(
-                f"{stage[:3] if stage != 'backpropagation' else 'back'}.",
+                SHORT[j],
                 (x, bottom),
                 (0, 2),
                 textcoords="offset points",
@@ -210,7 +205,9 @@ def key(figure, rows: list[dict]) -> None:
     figure.legend(
         handles=patches,
         loc="outside lower center",
-        ncols=len(patches),
+        ncols=min(len(patches), 5),
+        title=LEGEND,
+        title_fontsize=8,
         fontsize=8,
         frameon=False,
         handlelength=2.4,
@@ -253,7 +250,7 @@ def draw_stages(rows: list[dict], hardware: str):
                 x = i + (j - (len(known) - 1) / 2) * width
                 bottom.bar(x, count[name], width * 0.9, color=colour, label="" if i else text)
                 bottom.annotate(
-                    f"{count[name]:,.3g}",
+                    short(count[name]),
                     (x, count[name]),
                     (0, 1),
                     textcoords="offset points",
@@ -262,12 +259,14 @@ def draw_stages(rows: list[dict], hardware: str):
                 )
         for i, total in enumerate(totals):
             top.annotate(
-                f"{total:,.3g}", (i, total), (0, 1), textcoords="offset points", ha="center", size=8
+                short(total), (i, total), (0, 1), textcoords="offset points", ha="center", size=8
             )
-        for ax, least in ((top, min(totals)), (bottom, 1)):
-            ax.set(yscale="log", xlim=middle.get_xlim(), ylim=(least / 3, None))
-            ax.set_ylim(top=ax.get_ylim()[1] * 3)
+        most = max(count[name] for count in counts for name in known)
+        for ax, low, high in ((top, min(totals), max(totals)), (bottom, 1, most)):
+            ax.set(yscale="log", xlim=middle.get_xlim(), ylim=(low / 3, high * 5))
             ax.set_xticks([])
+            ax.yaxis.set_major_formatter(lambda y, _: short(y))
+            ax.yaxis.set_minor_formatter(lambda *_: "")
             ax.spines[["top", "right"]].set_visible(False)
     grid[0, 0].set_ylabel("total\n(us per step)")
     grid[1, 0].set_ylabel("us per environment step")

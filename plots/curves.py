@@ -12,10 +12,9 @@ Written as PNG and SVG to --out:
     NAME_gpu          GPU utilization (NVML) over wall-clock time and the area under it: the
                       GPU-seconds in which at least one kernel ran
 
-An episode's return counts from the moment it ended until the next: a curve is the mean of the last
-10 episodes (of rollouts, where a script logs the mean of each). Beyond a run's own first and last
-value it has none; the mean is over the seeds that have one, the interval where there are two or
-more.
+A learning curve is the mean of the last 10 episodes (of rollouts, where a script logs the mean of
+each), linear between two of them. Beyond a run's own first and last value it has none; the mean is
+over the seeds that have one, the interval where there are two or more.
 """
 
 import argparse
@@ -24,10 +23,11 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from run_dirs import ROOT, ROWS, Run, Series, read_runs, read_series, shown
+from run_dirs import ROOT, ROWS, Run, Series, label, read_runs, read_series, shown
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 LAST = 10  # episodes of which a curve is the mean
 POINTS = 200  # of a curve
@@ -65,7 +65,8 @@ def bootstrap(curves: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray
         means = np.where(counts, sums / counts, np.nan)
     low, high = np.full((2, curves.shape[1]), np.nan)
     enough = known.sum(0) > 1
-    low[enough], high[enough] = np.nanpercentile(means[:, enough], (2.5, 97.5), axis=0)
+    if enough.any():
+        low[enough], high[enough] = np.nanpercentile(means[:, enough], (2.5, 97.5), axis=0)
     return low, high
 
 
@@ -100,24 +101,22 @@ def spread_labels(ys: list[float], least: float) -> list[float]:
     return list(placed - (placed.mean() - np.mean(ys)))
 
 
-def label_lines(ax, ends: dict[str, tuple[float, float]]) -> None:
+def name_ends(ax, ends: dict[str, tuple[float, float]]) -> None:
     """Writes each line's name beside its end (x, y), in its colour, none over another."""
-    if not ends:
-        return
-    low, high = ax.get_ylim()
-    right = ax.get_xlim()[1]
-    ys = spread_labels([y for _, y in ends.values()], 0.07 * (high - low))
-    for (row, (x, y)), at in zip(ends.items(), ys, strict=True):
+    to_axes = ax.transData + ax.transAxes.inverted()
+    ys = [to_axes.transform(end)[1] for end in ends.values()]
+    for (row, end), y in zip(ends.items(), spread_labels(ys, 0.09), strict=True):
         colour = STYLES[row]["color"]
-        ax.plot([x, right], [y, at], color=colour, linewidth=0.6, linestyle=":", clip_on=False)
+        x = to_axes.transform(end)[0]
         ax.annotate(
-            row.replace("+", "\n+ "),
-            (right, at),
-            (3, 0),
-            textcoords="offset points",
+            row,
+            end,
+            (min(x, 1) + 0.02, y),
+            textcoords="axes fraction",
             va="center",
             fontsize=8,
             color=colour,
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": colour, "relpos": (0, 0.5)},
             annotation_clip=False,
         )
 
@@ -164,8 +163,6 @@ def hardware_of(runs: list[Run]) -> str:
 
 
 def name_of(script: str, env_id: str, rows: dict) -> str:
-    from breakdown import label
-
     seeds = sorted({len(runs) for runs in rows.values()})
     count = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     return f"{label(script)}: {env_id}, {count} seed{'s' * (seeds[-1] > 1)}"
@@ -183,18 +180,16 @@ def draw_learning(runs: list[Run], series: dict[Path, dict[str, Series]]):
         for ax, axis in ((over_steps, "steps"), (over_time, "seconds")):
             ends = {}
             for row, mine in rows.items():
-                curves = []
-                for run in mine:
-                    returns = series[run.path][TAGS[0]]
-                    x = getattr(returns, axis) / (1 if axis == "steps" else 60)
-                    curves.append((x, running_mean(returns.values, LAST)))
+                returns = [series[run.path][TAGS[0]] for run in mine]
+                curves = [(getattr(r, axis), running_mean(r.values, LAST)) for r in returns]
                 ends[row] = draw_band(ax, row, curves)
             tidy(ax)
-            label_lines(ax, ends)
-            ax.set_xlabel("environment steps" if axis == "steps" else "wall-clock minutes")
+            name_ends(ax, ends)
         over_steps.set_title(name_of(*names, rows), fontsize=10, loc="left")
         over_steps.set_ylabel("episodic return")
+        over_steps.set_xlabel("environment steps")
         over_steps.xaxis.set_major_formatter(thousands)
+        clock_axis(over_time)
     return figure
 
 
@@ -204,6 +199,13 @@ def thousands(x: float, _: int) -> str:
         if abs(x) >= size:
             return f"{x / size:g} {unit}"
     return f"{x:g}"
+
+
+def clock_axis(ax) -> None:
+    """Seconds as clocks show them: 90 is 1:30."""
+    ax.set_xlabel("wall-clock time (minutes:seconds)")
+    ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 1.5, 2, 3, 6, 10]))
+    ax.xaxis.set_major_formatter(lambda s, _: f"{int(s // 60)}:{int(s % 60):02}")
 
 
 def draw_speed(runs: list[Run], series: dict[Path, dict[str, Series]]):
@@ -220,35 +222,17 @@ def draw_speed(runs: list[Run], series: dict[Path, dict[str, Series]]):
                 sps = steps_per_second(series[run.path][TAGS[1]], 0.0)
                 if len(sps.values):
                     ax.plot(sps.seconds, sps.values, linewidth=1.1, **STYLES[row])
-                    ends[row] = (sps.seconds[-1], sps.values[-1])
+                    end = sps.seconds[-1], sps.values[-1]
+                    ends[row] = max(end, ends.get(row, end))
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(thousands)
         ax.yaxis.set_minor_formatter(lambda *_: "")
         tidy(ax)
         name_ends(ax, ends)
         ax.set_title(name_of(*names, rows), fontsize=10, loc="left")
-        ax.set(xlabel="wall-clock seconds", ylabel="environment steps/s")
+        ax.set_ylabel("environment steps/s")
+        clock_axis(ax)
     return figure
-
-
-def name_ends(ax, ends: dict[str, tuple[float, float]]) -> None:
-    """Writes each line's name right of its end; on a log axis too."""
-    ys = [
-        ax.transAxes.inverted().transform(ax.transData.transform(end))[1] for end in ends.values()
-    ]
-    for (row, end), y in zip(ends.items(), spread_labels(ys, 0.08), strict=True):
-        ax.annotate(
-            row,
-            end,
-            (1.01, y),
-            xycoords="data",
-            textcoords="axes fraction",
-            va="center",
-            fontsize=8,
-            color=STYLES[row]["color"],
-            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": STYLES[row]["color"]},
-            annotation_clip=False,
-        )
 
 
 def draw_gpu(runs: list[Run]):
@@ -274,7 +258,7 @@ def draw_gpu(runs: list[Run]):
             ax.set_ylim(0, 100)
             said = f"{row}: {np.mean(areas):,.1f} GPU-seconds"
             ax.set_title(f"{name_of(*names, {row: mine})}\n{said}", fontsize=9, loc="left")
-            ax.set_xlabel("wall-clock seconds")
+            clock_axis(ax)
         axes[0].set_ylabel("% of time with a kernel running")
     return figure
 

@@ -31,6 +31,7 @@ ROWS = {  # name -> flags of the variant; the baseline is another file
 # what may differ between runs of one table: the rest of args are settings that must agree
 FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
 FREE_ARGS |= {"wandb_entity", "stopwatch"}
+CPU_LAYERS = ("simulator_s", "python_s", "backend_s", "cuda_launch_s", "cuda_wait_s")
 
 
 @dataclass
@@ -68,6 +69,13 @@ def shown(path: Path) -> str:
     """`path` as seen from the repository, so that no record names a machine's folders."""
     path = path.resolve()
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def label(script: str) -> str:
+    """A script's name as a figure has room for it."""
+    algorithm, _, rest = script.partition("_")
+    where = {"continuous_action": "", "atari_envpool": " Atari"}
+    return algorithm.upper() + where.get(rest, f" {rest.removesuffix('_gpu').capitalize()}")
 
 
 def read_json(path: Path) -> dict:
@@ -152,6 +160,30 @@ def read_series(path: Path, tags: list[str]) -> dict[str, Series]:
     for tag in set(tags) & set(events.Tags()["scalars"]):
         rows = [(e.step, e.wall_time - start, e.value) for e in events.Scalars(tag)]
         found[tag] = Series(*np.array(rows, dtype=float).T)
+    return found
+
+
+def per_step(report: dict) -> dict[str, dict[str, float]]:
+    """A stopwatch's report -> {stage: {field of the trace, or "total": per environment step}}.
+
+    `total`, in seconds, is what the stage took in the steady window, which was not traced. A trace
+    divides it into layers: annotations slow some stages down more than others, so each is scaled to
+    its own total. Stages without time are left out, and the evaluation, which is no training.
+    """
+    steps, trace, found = report["window"]["env_steps"], report.get("trace"), {}
+    for name, stage in report["stages"].items():
+        if name == "evaluation" or not stage["seconds"]:
+            continue
+        total = stage["seconds"] / steps
+        found[name] = {"total": total}
+        if trace:
+            fields = {k: v for k, v in trace["stages"][name].items() if v is not None}
+            traced = sum(fields.get(layer, 0) for layer in CPU_LAYERS) / trace["env_steps"]
+            for field, value in fields.items():
+                scale = total / traced if field.endswith("_s") and traced else 1
+                found[name][field] = value * scale / trace["env_steps"]
+            if not traced:  # too rare to have been in the window
+                found[name]["python_s"] = total
     return found
 
 

@@ -34,7 +34,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,11 +178,12 @@ def last_lines(log: Path, count: int = 12) -> str:
     return "\n".join(f"    {line}" for line in kept[-count:])
 
 
-def run_logged(command: list[str], log: Path, progress, environment: dict | None = None) -> int:
-    """Exit status of `command`, whose output goes to `log`; calls progress(steps) meanwhile.
+@contextmanager
+def logged(command: list[str], log: Path, environment: dict | None = None):
+    """A process that runs `command`, its output in `log`.
 
-    The process leads a group of its own. Whatever ends this function, an interrupt included, ends
-    it: first as on Ctrl-C, so that the run closes its files, then, with its helpers, by force.
+    It leads a group of its own. Whatever ends the context, an interrupt included, ends it: first as
+    on Ctrl-C, so that the run closes its files, then, with its helpers, by force.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
@@ -196,10 +197,7 @@ def run_logged(command: list[str], log: Path, progress, environment: dict | None
             start_new_session=True,
         )
         try:
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    return child.wait(timeout=0.5)
-                progress(steps_done(log))
+            yield child
         finally:
             try:
                 if child.poll() is None:
@@ -210,6 +208,15 @@ def run_logged(command: list[str], log: Path, progress, environment: dict | None
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+
+
+def run_logged(command: list[str], log: Path, progress, environment: dict | None = None) -> int:
+    """Exit status of `command`, whose output goes to `log`; calls progress(steps) meanwhile."""
+    with logged(command, log, environment) as child:
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return child.wait(timeout=0.5)
+            progress(steps_done(log))
 
 
 def run_directory(log: Path) -> Path:
@@ -276,7 +283,7 @@ def total_timesteps(script: Path) -> int:
 
 
 def make_jobs(
-    scripts: list[str], rows: list[str], seeds: int, short: bool, steps=None
+    scripts: list[str], rows: list[str], seeds: int, short: bool = False, steps: int | None = None
 ) -> list[Job]:
     """Round by round, so that the rows of a script take turns; `short` runs are traced ones."""
     jobs = []

@@ -8,6 +8,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "plots"))  # last, so that profile.py does not hide Python's own module
 
 
 def pytest_addoption(parser):

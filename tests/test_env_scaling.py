@@ -6,15 +6,13 @@ import os
 import subprocess
 import sys
 
+import env_arms
+import env_scaling
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-
-sys.path.append(str(ROOT / "plots"))
-import env_arms  # noqa: E402
-import env_scaling  # noqa: E402
 
 CPU = torch.device("cpu")
 ON_CPU = [arm for arm in env_arms.ARMS if arm.missing() is None]

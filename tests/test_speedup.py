@@ -1,0 +1,311 @@
+"""The speed-up table: what it reads, skips, keeps and runs, with stand-ins for the scripts."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import run_dirs
+import speedup
+from conftest import ROOT
+from fake_runs import SCRIPT, config, make_run, stages
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder with two runs each of three rows; the order of the numbers is that of the runs."""
+    folder = tmp_path / "runs"
+    for round_, factor in ((0, 1.0), (1, 1.5)):
+        seed = round_ + 1
+        make_run(folder, 9 + round_ * 90, config("baseline", seed), stages(80 * factor))
+        make_run(folder, 10 + round_ * 90, config("eager", seed), stages(100 * factor))
+        warmup = 30.0 - 20 * round_
+        make_run(folder, 11 + round_ * 90, config("compile", seed), stages(200 * factor, warmup))
+    return folder
+
+
+def tabulate(tmp_path, *folders):
+    """Exit status of --table-only and the record it wrote."""
+    out = tmp_path / "out"
+    status = speedup.main(["--table-only", *map(str, folders), "--out", str(out)])
+    return status, json.loads((out / "speedup.json").read_text())
+
+
+# The speed-up table
+
+
+def test_table_has_means_ranges_and_speedups(runs, tmp_path, capsys):
+    status, record = tabulate(tmp_path, runs)
+    rows = {row["row"]: row for row in record["rows"]}
+    assert status == 0 and list(rows) == list(run_dirs.ROWS)
+    steady = {"mean": 250.0, "median": 250.0, "min": 200.0, "max": 300.0}
+    assert rows["compile"]["sps_steady"] == steady and rows["compile"]["seeds"] == [1, 2]
+    assert [rows[row]["speedup"] for row in ("baseline", "eager", "compile")] == [1, 1.25, 2.5]
+    assert rows["compile"]["warmup_seconds"] == {"first": 30.0, "best": 10.0}
+    assert rows["compile"]["sps_inclusive"]["mean"] == 50
+    assert len(rows["compile"]["runs"]) == 2
+    assert record["machine"]["load_average_1min"] == {"min": 0.5, "max": 1.0}
+    printed = capsys.readouterr().out
+    assert "2.50x" in printed and "Abacus" in printed and "c0ffee" in printed
+    markdown = (tmp_path / "out/speedup.md").read_text()
+    assert (
+        f"| {SCRIPT} | compile | 250.0 | 200.0-300.0 | 2.50x | 30.0 | 10.0 | 50.0 | 2 |" in markdown
+    )
+
+
+def test_the_csv_says_in_each_line_what_it_was_measured_on(runs, tmp_path):
+    tabulate(tmp_path, runs)
+    with (tmp_path / "out/speedup.csv").open(newline="") as file:
+        lines = {line["row"]: line for line in csv.DictReader(file)}
+    assert list(lines) == list(run_dirs.ROWS)
+    line = lines["compile"]
+    assert (line["sps_mean"], line["sps_max"], line["speedup"]) == ("250.0", "300.0", "2.5")
+    assert (line["cpu"], line["torch"], line["seeds"]) == ("Abacus", "2.13.0", "1 2")
+    assert (line["warmup_s_first"], line["gpu"], line["env_id"]) == ("30.0", "", "HalfCheetah-v5")
+    assert lines["cudagraphs"]["skipped"] == "no CUDA device"
+
+
+def test_rows_without_cuda_are_named_as_skipped(runs, tmp_path, capsys):
+    _, record = tabulate(tmp_path, runs)
+    skipped = {row["row"]: row["skipped"] for row in record["rows"] if "skipped" in row}
+    assert skipped == dict.fromkeys(("cudagraphs", "compile+cudagraphs"), "no CUDA device")
+    assert capsys.readouterr().out.count("skipped: no CUDA device") == 2
+
+
+def test_rows_with_cuda(tmp_path):
+    for number, row in enumerate(("baseline", "cudagraphs", "compile+cudagraphs")):
+        make_run(tmp_path, number, config(row, gpu="H"), stages(10 * (number + 1)))
+    status, record = tabulate(tmp_path, tmp_path)
+    rows = {row["row"]: row for row in record["rows"]}
+    assert status == 0 and rows["compile+cudagraphs"]["speedup"] == 3
+    assert rows["eager"]["skipped"] == "no finished run"
+
+
+def test_cudagraphs_without_a_device_counts_as_what_it_ran(tmp_path):
+    path = make_run(tmp_path, 1, config("compile+cudagraphs"), stages(10))
+    assert run_dirs.read_run(path).row == "compile"
+
+
+def test_no_speedup_without_a_baseline(tmp_path, capsys):
+    make_run(tmp_path, 1, config("eager"), stages(10))
+    _, record = tabulate(tmp_path, tmp_path)
+    assert [row["speedup"] for row in record["rows"] if "speedup" in row] == [None]
+
+
+@pytest.mark.parametrize(
+    "found, why",
+    [
+        (None, "has no stages.json"),
+        (stages(90, steps=500), "stopped after 500 of 1000 steps"),
+        (stages(None), "no steady steps/s"),
+        ({"some": "json"}, "some other program"),
+    ],
+)
+def test_an_unfinished_run_is_named_and_does_not_count(runs, tmp_path, capsys, found, why):
+    bad = make_run(runs, 500, config("eager", 3), found)
+    status, record = tabulate(tmp_path, runs)
+    assert status == 0
+    error = capsys.readouterr().err
+    assert f"skipped: {bad} {why}" in error or (bad.name in error and why in error)
+    assert all(row["speedup"] in (1, 1.25, 2.5) for row in record["rows"] if "speedup" in row)
+
+
+@pytest.mark.parametrize("file", ["config.json", "stages.json"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1, 2]", b"null", b"\xff\x00\xfe", b'{"args": 3}']
+)
+def test_damaged_files_are_named_and_do_not_count(runs, tmp_path, capsys, file, content):
+    bad = make_run(runs, 500, config("eager", 3), stages(90))
+    (bad / file).write_bytes(content)
+    status, record = tabulate(tmp_path, runs)
+    error = capsys.readouterr().err
+    assert status == 0 and error.count("skipped:") == 1 and bad.name in error
+    assert all(row["speedup"] in (1, 1.25, 2.5) for row in record["rows"] if "speedup" in row)
+
+
+def test_what_lies_beside_the_runs_is_named_and_does_not_count(runs, tmp_path, capsys):
+    (runs / "empty").mkdir()
+    (runs / "foreign").mkdir()
+    (runs / "foreign/model.zip").write_bytes(b"PK")
+    (runs / "stray.txt").write_text("no directory")
+    (runs / "loop").symlink_to(runs / "loop")
+    status, _ = tabulate(tmp_path, runs, tmp_path / "gone")
+    error = capsys.readouterr().err
+    assert status == 0 and error.count("skipped:") == 3
+    assert all(name in error for name in ("empty has no", "foreign has no", "gone does not exist"))
+
+
+def test_no_runs_at_all_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        speedup.main(["--table-only", str(tmp_path / "gone")])
+    assert "no finished runs" in capsys.readouterr().err
+
+
+def test_speed_comes_from_runs_that_were_not_traced(runs, tmp_path):
+    """A row's traced runs, which are shorter, count only where it has no others."""
+    make_run(runs, 500, config("eager", 1, stopwatch="trace", total_timesteps=10), stages(1))
+    make_run(runs, 501, config("cudagraphs", 1, gpu=None), stages(7))  # eager, in fact
+    status, record = tabulate(tmp_path, runs)
+    rows = {row["row"]: row for row in record["rows"]}
+    assert status == 0 and rows["eager"]["sps_steady"]["min"] == 7
+    assert len(rows["eager"]["runs"]) == 3
+
+
+def test_runs_that_cannot_be_compared_are_refused(runs, capsys):
+    make_run(runs, 500, config("eager", 3, batch_size=512), stages(90))
+    with pytest.raises(SystemExit) as stopped:
+        speedup.main(["--table-only", str(runs)])
+    assert stopped.value.code == 2 and "batch_size" in capsys.readouterr().err
+
+
+def test_flags_and_threads_of_the_variant_alone_do_not_matter(tmp_path):
+    runs = tmp_path / "runs"
+    make_run(runs, 1, config("baseline"), stages(100))
+    one = config("compile", env_backend="kernel")
+    one["cpu"]["threads"] = 1
+    make_run(runs, 2, one, stages(300))
+    status, record = tabulate(tmp_path, runs)
+    assert status == 0 and {row.get("speedup") for row in record["rows"]} >= {1, 3}
+
+
+# Making the runs, with stand-ins for the scripts
+
+STAND_IN = """
+import json, sys, time
+from pathlib import Path
+import tqdm
+row, seed = "compile" if "--compile" in sys.argv else ROW, sys.argv[2]
+if row == "compile" and seed == "2":
+    print("what went wrong", file=sys.stderr)
+    sys.exit(3)
+with tqdm.tqdm(total=1000) as bar:
+    bar.update(1000)
+path = Path("runs", f"{row}-{seed}__{time.time_ns()}")
+path.mkdir(parents=True)
+config = CONFIGS[row] | {"command": " ".join(sys.argv)}
+if "trace" in sys.argv:
+    config["args"] |= {"stopwatch": "trace", "total_timesteps": 500}
+(path / "config.json").write_text(json.dumps(config))
+(path / "stages.json").write_text(json.dumps(STAGES))
+print(f"run directory: {path}")
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """A repository whose scripts only write a run directory, and `compile` fails in round 2."""
+    root = tmp_path / "a place with spaces"
+    rows = ("baseline", "eager", "compile")
+    configs = {row: config(row) for row in rows}
+    for row, suffix in (("baseline", ""), ("eager", run_dirs.VARIANT)):
+        file = root / "leanrl" / f"{SCRIPT}{suffix}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        constants = f"ROW, CONFIGS, STAGES = {row!r}, {configs!r}, {stages(80.0)!r}"
+        file.write_text(f"{constants}\ntotal_timesteps: int = 1_000\n{STAND_IN}")
+    monkeypatch.setattr(speedup, "ROOT", root)
+    monkeypatch.setattr(speedup, "this_machine", lambda: config())
+    monkeypatch.setattr(speedup, "draw_figures", lambda runs, out: None)
+    return root
+
+
+@pytest.mark.parametrize("protocol", ["--quick", "--full"])
+def test_a_failing_run_is_named_and_the_others_count(stand_ins, tmp_path, capsys, protocol):
+    out = tmp_path / "out"
+    assert speedup.main([protocol, "--seeds", "2", "--out", str(out)]) == 1
+    record = json.loads((out / "speedup.json").read_text())
+    counts = {row["row"]: len(row["runs"]) for row in record["rows"] if "runs" in row}
+    assert counts == {"baseline": 2, "eager": 2, "compile": 1}
+    assert record["command"] == f"python plots/speedup.py {protocol} --seeds 2"
+    error = capsys.readouterr().err
+    assert f"FAILED: {SCRIPT} compile seed 2" in error and "exit status 3" in error
+    assert "what went wrong" in error
+    assert len(list((out / "logs").glob(f"{SCRIPT}-compile-seed-2*.log"))) == 1
+
+
+def test_the_full_protocol_goes_on_where_it_stopped(stand_ins, tmp_path, capsys):
+    """Only what failed runs again, and what a changed script has made."""
+    call = ["--full", "--seeds", "2", "--out", str(tmp_path / "out")]
+
+    def counts():
+        return len(list((stand_ins / "runs").iterdir())), capsys.readouterr().out.count("kept:")
+
+    assert speedup.main(call) == 1 and counts() == (8, 0)  # 5 of 6 and a traced one per row
+    assert speedup.main(call) == 1 and counts() == (8, 8)
+    variant = stand_ins / "leanrl" / f"{SCRIPT}{run_dirs.VARIANT}.py"
+    variant.write_text(variant.read_text().replace("sys.exit(3)", "pass"))
+    later = time.time() + 5
+    os.utime(variant, (later, later))
+    assert speedup.main(call) == 0 and counts() == (14, 3)  # the baseline's three are kept
+    assert speedup.main(call) == 0 and counts()[1] == 3  # still older than the script's new date
+
+
+def test_runs_of_other_machines_and_versions_are_not_kept(stand_ins, tmp_path):
+    call = ["--full", "--seeds", "1", "--only", "*baseline", "--out", str(tmp_path / "out")]
+    assert speedup.main(call) == 0
+    jobs = speedup.make_jobs([SCRIPT], ["baseline"], 1)
+    assert list(speedup.finished(jobs, config())) == [jobs[0].name]
+    for other in ({"gpu": "H"}, {"versions": {"torch": "2.14"}}, {"cpu": {"model": "X"}}):
+        assert not speedup.finished(jobs, config() | other)
+
+
+def test_only_narrows_and_refuses_what_matches_nothing(stand_ins, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "out")]
+    assert speedup.main(["--quick", "--seeds", "1", "--only", "sac* [be]*", *out]) == 0
+    assert len(list((stand_ins / "runs").iterdir())) == 2
+    with pytest.raises(SystemExit):
+        speedup.main(["--full", "--only", "dqn*", *out])
+    assert "matches no 'SCRIPT ROW'" in capsys.readouterr().err
+
+
+def test_rows_take_turns(stand_ins):
+    jobs = speedup.make_jobs([SCRIPT], ["baseline", "eager", "compile"], 2)
+    assert [job.row for job in jobs] == ["baseline", "eager", "compile"] * 2
+    assert [job.seed for job in jobs] == [1] * 3 + [2] * 3
+    assert {job.steps for job in jobs} == {1000}
+
+
+def test_the_protocols_find_every_pair():
+    scripts = {
+        path.stem.removesuffix(run_dirs.VARIANT)
+        for path in (ROOT / "leanrl").glob(f"*{run_dirs.VARIANT}.py")
+    }
+    assert scripts == set(speedup.SHORT) and set(speedup.QUICK) < scripts
+    for script in scripts:
+        full, short = (speedup.make_jobs([script], ["baseline"], 1, s)[0] for s in (False, True))
+        assert (ROOT / full.command[1]).exists() and full.steps > short.steps > 0
+
+
+def test_an_interrupt_ends_the_running_child(tmp_path):
+    mark, log = tmp_path / "ended cleanly", tmp_path / "log"
+    child = (
+        "import signal, sys, time, pathlib\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "try:\n    print('ready', flush=True); time.sleep(60)\n"
+        f"finally:\n    pathlib.Path({str(mark)!r}).touch()\n"
+    )
+    parent = (
+        f"import sys; sys.path.append({str(ROOT / 'plots')!r})\n"
+        "import signal, speedup; from pathlib import Path\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"speedup.run_logged([sys.executable, '-c', {child!r}], Path({str(log)!r}), print)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
+    deadline = time.time() + 60
+    while not (log.exists() and "ready" in log.read_text()) and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    assert mark.exists()
+
+
+def test_progress_and_last_lines_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        " 10%|#| 100/1000 [00:01<00:09]\r 20%|#| 200/1000 [00:02<00:08]\nTraceback\nboom\n"
+    )
+    assert speedup.steps_done(log) == 200
+    assert speedup.last_lines(log) == "    Traceback\n    boom"
