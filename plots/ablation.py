@@ -1,19 +1,21 @@
-"""What each trick buys: a variant against itself with one trick taken away, side by side.
+"""What each trick buys: a script against itself with one trick taken away, side by side.
 
     python plots/ablation.py --algorithm ppo            minutes; files in plots/out/
     python plots/ablation.py --algorithm td3 --rounds 3
+    python plots/ablation.py --algorithm sac --row baseline     what plain eager code gains by
 
-HalfCheetah-v5 with --compile (on a GPU --cudagraphs too), in rounds: the whole variant, then
-without one trick after the other, with what the baseline does in its place, each in a process of
-its own; round n with seed n. A trick that others rest on (one row per transition in PPO, gradients
-as values) cannot be taken away alone and is not in the table.
+HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too), the variant eager or the
+baseline. In rounds: the whole script, then without one trick after the other, with what one would
+do otherwise in its place, each in a process of its own; round n with seed n. A trick that others
+rest on (one row per transition in PPO, gradients as values) cannot be taken away alone and is not
+in the table.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
-    of whole        median over the rounds of steps/s divided by the whole variant's in that round
+    of whole        median over the rounds of steps/s divided by the whole script's in that round
     worth           microseconds that the trick saves per environment step, median over the rounds
     warm-up s       median seconds until that window
 
-Written to plots/out/: ablation_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
+Written to plots/out/: ablation_ALGORITHM_ROW.md, .json, and logs/. Exit status 1 if a run failed.
 """
 
 import argparse
@@ -141,6 +143,41 @@ def patch_threads(module) -> None:
     module.torch.set_num_threads = lambda threads: None
 
 
+def patch_adam(module) -> None:
+    """The optimizer's default: a few operators on lists of tensors."""
+    fused = module.Adam
+    module.Adam = lambda parameters, **settings: fused(parameters, **settings | {"fused": False})
+
+
+def patch_gradients(module) -> None:
+    """Backward through the policy's loss computes the critics' gradients too."""
+
+    def gradient_step(loss, parameters, optimizer) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    module.gradient_step = gradient_step
+
+
+def patch_temperature(module) -> None:
+    """The temperature's loss looks at the policy again."""
+    import torch
+
+    alpha_loss, update_actor = module.alpha_loss, module.SAC.update_actor
+
+    def update(self, obs, noise):
+        def loss_of_its_own(log_alpha, log_probs, target_entropy):
+            with torch.no_grad():
+                _, log_probs = self.actor.sample(obs, noise)
+            return alpha_loss(log_alpha, log_probs, target_entropy)
+
+        module.alpha_loss = loss_of_its_own
+        return update_actor(self, obs, noise)
+
+    module.SAC.update_actor = update
+
+
 OFF_POLICY = {
     "oneDNN's matrix products on AMD": patch_precision,
     "critic update compiled": uncompiled("update_critic"),
@@ -149,43 +186,73 @@ OFF_POLICY = {
     "replay in one tensor, one gather": patch_replay,
     "targets in one call": patch_target,
 }
-TRICKS = {
-    "sac": OFF_POLICY,
-    "td3": OFF_POLICY,
-    "ppo": {
-        "update compiled": uncompiled("update"),
-        "preparation compiled": uncompiled("prepare"),
-        "advantages in log2(T) steps": patch_advantages,
-        "acting in NumPy": patch_acting,
-        "acting in NumPy; log-probabilities and values later": patch_acting_whole,
-        "rewards normalized by rollout": patch_rewards,
-        "lean vector environment": patch_vector_env,
-        "tanh by exp": patch_tanh,
-        "one thread": patch_threads,
-    },
+ON_POLICY = {
+    "update compiled": uncompiled("update"),
+    "preparation compiled": uncompiled("prepare"),
+    "advantages in log2(T) steps": patch_advantages,
+    "acting in NumPy": patch_acting,
+    "acting in NumPy; log-probabilities and values later": patch_acting_whole,
+    "rewards normalized by rollout": patch_rewards,
+    "lean vector environment": patch_vector_env,
+    "tanh by exp": patch_tanh,
+    "one thread": patch_threads,
+}
+OF_COMPILER = ("compiled", "tanh by exp")  # what eager code cannot do without
+
+
+def of_eager(tricks: dict) -> dict:
+    return {name: p for name, p in tricks.items() if not any(word in name for word in OF_COMPILER)}
+
+
+BASELINE = {
+    "fused Adam": patch_adam,
+    "no gradients of the critics in the policy's": patch_gradients,
+}
+TRICKS = {  # (algorithm, row of the speed-up table)
+    ("sac", "compile"): OFF_POLICY,
+    ("td3", "compile"): OFF_POLICY,
+    ("ppo", "compile"): ON_POLICY,
+    ("sac", "eager"): of_eager(OFF_POLICY),
+    ("td3", "eager"): of_eager(OFF_POLICY),
+    ("ppo", "eager"): of_eager(ON_POLICY),
+    ("sac", "baseline"): BASELINE | {"temperature by the policy's sample": patch_temperature},
+    ("td3", "baseline"): BASELINE,
+    ("ppo", "baseline"): {"fused Adam": patch_adam},
 }
 
 
-def work(algorithm: str, trick: str, seed: int, steps: int) -> None:
+def work(algorithm: str, row: str, trick: str, seed: int, steps: int) -> None:
     """The worker: trains once, without `trick`."""
     import torch
 
-    module = importlib.import_module(f"leanrl.{algorithm}_continuous_action_torchcompile")
+    suffix = "" if row == "baseline" else run_dirs.VARIANT
+    module = importlib.import_module(f"leanrl.{algorithm}_continuous_action{suffix}")
     if trick != WHOLE:
-        TRICKS[algorithm][trick](module)
-    settings = SETTINGS[algorithm] | {"total_timesteps": steps}
-    cudagraphs = torch.cuda.is_available()
-    module.main(module.Args(seed=seed, compile=True, cudagraphs=cudagraphs, **settings))
+        TRICKS[algorithm, row][trick](module)
+    settings = SETTINGS[algorithm] | {"total_timesteps": steps, "seed": seed}
+    if row == "compile":
+        settings |= {"compile": True, "cudagraphs": torch.cuda.is_available()}
+    module.main(module.Args(**settings))
 
 
 def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dict:
     """One run without `trick` -> its numbers; ValueError says what went wrong."""
     import speedup
 
-    number = [WHOLE, *TRICKS[options.algorithm]].index(trick)
-    log = options.out / "logs" / f"ablation-{options.algorithm}-{number}-seed-{seed}.log"
+    number = [WHOLE, *TRICKS[options.algorithm, options.row]].index(trick)
+    stem = f"ablation-{options.algorithm}-{options.row}-{number}-seed-{seed}"
+    log = options.out / "logs" / f"{stem}.log"
     command = [sys.executable, "plots/ablation.py", "--algorithm", options.algorithm]
-    command += ["--worker", trick, "--seed", str(seed), "--steps", str(options.steps)]
+    command += [
+        "--row",
+        options.row,
+        "--worker",
+        trick,
+        "--seed",
+        str(seed),
+        "--steps",
+        str(options.steps),
+    ]
     status = speedup.run_logged(command, log, progress)
     try:
         if status:
@@ -243,7 +310,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithm", choices=TRICKS, default="ppo")
+    parser.add_argument("--algorithm", choices=SETTINGS, default="ppo")
+    parser.add_argument("--row", choices=("compile", "eager", "baseline"), default="compile")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="environment steps per run")
     parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
@@ -252,13 +320,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.steps = options.steps or SETTINGS[options.algorithm]["total_timesteps"]
     if options.worker:
-        work(options.algorithm, options.worker, options.seed, options.steps)
+        work(options.algorithm, options.row, options.worker, options.seed, options.steps)
         return 0
 
     import speedup
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    tricks = [WHOLE, *TRICKS[options.algorithm]]
+    tricks = [WHOLE, *TRICKS[options.algorithm, options.row]]
     try:
         rounds, failures = speedup.take_turns(tricks, options, measure)
     except KeyboardInterrupt:
@@ -269,13 +337,13 @@ def main(arguments: list[str] | None = None) -> int:
     if configs:
         hardware, rows = run_dirs.machine(configs), summarize(rounds, tricks)
         command = f"python plots/ablation.py --algorithm {options.algorithm} "
-        command += f"--rounds {options.rounds} --steps {options.steps}"
+        command += f"--row {options.row} --rounds {options.rounds} --steps {options.steps}"
         above = [f"Tricks taken away one at a time: {command}", *run_dirs.describe(hardware)]
         above.append(f"HalfCheetah-v5, {options.steps:,} environment steps per run")
         record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
         record |= {"rounds": rounds, "failures": failures}
         below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
-        report = options.out / f"ablation_{options.algorithm}"
+        report = options.out / f"ablation_{options.algorithm}_{options.row}"
         run_dirs.write_report(report, above, cells(rows), below, record, labels=1)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)

@@ -12,6 +12,7 @@ import sys
 import ablation
 import field
 import pytest
+import run_dirs
 from conftest import ROOT
 
 PIN = re.compile(r'[\w-]+(\[\w+\])?==[\w.]+(; python_version (<|>=) "3\.\d+")?')
@@ -54,8 +55,8 @@ def test_worth_is_measured_within_a_round():
     assert len({len(line) for line in ablation.cells(rows)}) == 1
 
 
-@pytest.mark.parametrize("algorithm", ablation.TRICKS)
-def test_every_trick_can_be_taken_away(algorithm, tmp_path):
+@pytest.mark.parametrize("algorithm, row", ablation.TRICKS)
+def test_every_trick_can_be_taken_away(algorithm, row, tmp_path):
     """Each patch fits the script as it is today: a short run goes on without the trick."""
     settings = {"env_id": "Pendulum-v1", "total_timesteps": 64}
     if algorithm == "ppo":
@@ -66,8 +67,8 @@ def test_every_trick_can_be_taken_away(algorithm, tmp_path):
 import importlib, sys
 sys.path.append({str(ROOT / "plots")!r})
 import ablation
-name = "leanrl.{algorithm}_continuous_action_torchcompile"
-for i, patch in enumerate(ablation.TRICKS[{algorithm!r}].values()):
+name = "leanrl.{algorithm}_continuous_action{"" if row == "baseline" else run_dirs.VARIANT}"
+for i, patch in enumerate(ablation.TRICKS[{algorithm!r}, {row!r}].values()):
     module = importlib.reload(importlib.import_module(name))
     patch(module)
     module.main(module.Args(exp_name=str(i), **{settings!r}))
@@ -76,7 +77,7 @@ for i, patch in enumerate(ablation.TRICKS[{algorithm!r}].values()):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("run directory") == len(ablation.TRICKS[algorithm])
+    assert done.stdout.count("run directory") == len(ablation.TRICKS[algorithm, row])
 
 
 # run.sh, .ci/run, requirements
