@@ -50,7 +50,8 @@ WINDOW = {  # of the SHORT runs, the part before the trace: steps
 
 def without(job: Job) -> list[str]:
     """The command of a traced job, ending where its trace begins, without the stopwatch."""
-    command = job.command[: -len(TRACED)] + ["--stopwatch", "off"]
+    command = job.command[: -len(TRACED)] + ["--exp-name", "uninstrumented"]  # runs/ keeps both
+    command += ["--stopwatch", "off"]
     command[command.index("--total-timesteps") + 1] = str(WINDOW[job.script])
     return command
 
