@@ -259,7 +259,7 @@ class Stopwatch:
             self.around = None
         events, steps = profiler.profiler.kineto_results.events(), self.env_steps - first_step
         untraced = self.result["window"]["seconds"] / trace_after
-        self.trace = reduce_trace(events, trace_iterations, steps, untraced)
+        self.trace = reduce_trace(events, trace_iterations, steps, untraced, self.on_gpu)
 
     def _open_window(self):
         """Count anew: at construction and at the end of the warm-up."""
@@ -364,32 +364,32 @@ def layer(event):
     return "backend_s" if on_cpu else "gpu_s"
 
 
-def reduce_trace(events, iterations, env_steps, untraced_seconds):
+def reduce_trace(events, iterations, env_steps, untraced_seconds, on_gpu=True):
     """Kineto events of a trace window -> "trace" of stages.json; `untraced_seconds` per iteration.
 
     One sweep over time: the innermost stage, by its annotation, owns the moment and the calls that
     start in it, on whatever thread. The annotation "untracked" is the window.
     """
     Call = namedtuple("Call", "layer name id thread")
-    to_pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
-    edges, layers_known, last_operator = [], {}, {}
+    edges, known, operators, pageable = [], {}, {}, set()
+    if on_gpu:
+        pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
     for e in events:
-        name, start = e.name(), e.start_ns()
-        end, signs = (
-            start + max(1, e.duration_ns()),
-            (name, e.device_type(), e.is_user_annotation()),
-        )
-        if signs not in layers_known:
-            layers_known[signs] = layer(e)
-        kind = layers_known[signs]
-        if kind == "backend_s":  # most operators are parts of another one and change nothing
-            begin, until = last_operator.get(e.start_thread_id(), (0, 0))
-            if begin <= start and end <= until:
+        start, thread = e.start_ns(), e.start_thread_id()
+        end, (begin, until) = start + max(1, e.duration_ns()), operators.get(thread, (0, 0))
+        inside, annotation = begin <= start and end <= until, e.is_user_annotation()
+        if inside and not on_gpu and not annotation:
+            continue  # a part of an operator changes nothing, and most events are that
+        name = e.name()
+        signs = name, annotation, e.device_type()
+        kind = known[signs] if signs in known else known.setdefault(signs, layer(e))
+        if kind == "backend_s":
+            if inside:
                 continue
-            last_operator[e.start_thread_id()] = start, end
-        if kind == "cuda_launch_s" and e.correlation_id() in to_pageable:
+            operators[thread] = start, end
+        if kind == "cuda_launch_s" and e.correlation_id() in pageable:
             kind = "cuda_wait_s"  # such a copy blocks
-        call = Call(kind, name, e.correlation_id(), e.start_thread_id())
+        call = Call(kind, name, e.correlation_id(), thread)
         if kind:
             edges += (start, 1, -end, call), (end, 0, 0, call)  # sorts ends first, then parents
 

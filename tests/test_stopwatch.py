@@ -1,6 +1,7 @@
 """The stopwatch: what it counts, how it reduces a trace, and that all scripts carry it alike."""
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -406,6 +407,27 @@ def test_the_innermost_stage_owns_the_time_and_the_calls():
     assert 190 == ns(trace, "inference", "python_s")
     calls = {stage: trace["stages"][stage]["backend_calls"] for stage in ALL}
     assert calls == dict.fromkeys(ALL, 0) | dict(inference=1, backpropagation=1, logging=1)
+
+
+def test_skipping_the_parts_of_operators_changes_nothing():
+    """Random trees of operators on three threads, some of which hold annotations."""
+    rng = random.Random(1)
+    events = [note("untracked", 0, 100_000)]
+    for stage in range(9):
+        events.append(note("inference", 10_000 * stage + 100, 10_000 * stage + 9_000))
+        for thread in (1, 2, 3):
+            spans = [(10_000 * stage + 200, 10_000 * stage + 8_000)]
+            for _ in range(30):
+                begin, end = rng.choice(spans)
+                if end - begin > 20:
+                    inner = sorted(rng.sample(range(begin + 1, end), 2))
+                    spans = [span for span in spans if span != (begin, end)] + [tuple(inner)]
+                    events.append(op(f"aten::{thread}", *inner, c=0, thread=thread))
+        events.append(note("replay", 10_000 * stage + 4_000, 10_000 * stage + 4_500))
+    events.sort(key=lambda event: (event[2], -event[3]))
+    made = [NewEvent(*event) for event in events]
+    whole, without = (reduce_trace(made, 9, 9, 1e-7, on_gpu) for on_gpu in (True, False))
+    assert whole == without and whole["stages"]["inference"]["backend_calls"] > 9
 
 
 def test_only_outermost_operators_count_and_threads_do_not_count_twice():
