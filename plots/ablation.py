@@ -230,6 +230,7 @@ def work(algorithm: str, row: str, trick: str, seed: int, steps: int) -> None:
     if trick != WHOLE:
         TRICKS[algorithm, row][trick](module)
     settings = SETTINGS[algorithm] | {"total_timesteps": steps, "seed": seed}
+    settings |= {"exp_name": f"ablation-{algorithm}-{row}-without-{trick}"}  # no run of the script
     if row == "compile":
         settings |= {"compile": True, "cudagraphs": torch.cuda.is_available()}
     module.main(module.Args(**settings))

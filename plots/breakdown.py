@@ -10,21 +10,27 @@ and SVG
                       inference, backpropagation and the rest, by resource (colour) and layer
                       (hatch); above them the total on a log axis, below them the transitions per
                       iteration (figure 4 of RL-Scope, our rows in place of frameworks)
-    NAME_algorithms   the same in percent over the scripts (figure 5)
-    NAME_simulators   the same in percent over the simulators (figure 7)
+    NAME_algorithms   the same in percent over the algorithms, on one simulator (figure 5)
+    NAME_simulators   the same in percent over the simulators, with one algorithm (figure 7)
 
-An iteration is one environment step of the agent: of all its environments side by side. Seconds per
-stage are those of the steady window, which was not traced; the trace divides them into layers. What
-a run without a GPU cannot tell is left out, never drawn as 0. After Gleeson et al., "RL-Scope:
+An iteration is one environment step of the agent: of all its environments side by side. Scripts
+that act, simulate and store in one captured function have one stage for it, the simulation. Seconds
+per stage are those of the steady window, which was not traced; the trace divides them into layers.
+What a run without a GPU cannot tell is left out, never drawn as 0. After Gleeson et al., "RL-Scope:
 Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys 2021.
 """
 
 import argparse
+import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
+import curves
+import matplotlib.pyplot as plt
 import run_dirs
-from run_dirs import ROOT, ROWS, Run, label, per_step, read_runs, shown
+from matplotlib.patches import Patch
+from run_dirs import FREE_ARGS, ROOT, ROWS, Run, label, per_step, read_runs, shown
 
 LAYERS = {  # field of the trace -> name, hatch
     "simulator_s": ("simulator", ""),
@@ -64,6 +70,7 @@ def reduce(run: Run) -> dict:
     if trace["gpu_busy"] is None:
         calls["to_cuda"] = None
     total = sum(sum(stage.values()) for stage in cells.values())
+    acts = sum(cells["inference"].values())
     gpu_alone = sum(stage.get("cuda_wait_s GPU", 0) for stage in cells.values())
     return {
         "script": run.script,
@@ -77,7 +84,8 @@ def reduce(run: Run) -> dict:
         "transitions_per_iteration": calls,
         "cpu_share": 1 - gpu_alone / total if trace["gpu_busy"] is not None else None,
         "gpu_busy": trace["gpu_busy"],
-        "simulation_share": sum(cells["simulation"].values()) / total,
+        # None where acting and simulation are one function
+        "simulation_share": sum(cells["simulation"].values()) / total if acts else None,
     }
 
 
@@ -86,14 +94,54 @@ def short(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def newest(runs: list[Run]) -> list[dict]:
-    """The traced runs, reduced: of each script, environment and row the newest."""
-    found = {}
+def mean(rows: list[dict]) -> dict:
+    """The mean of what `reduce` makes of runs of one row."""
+
+    def of(values: list):
+        if isinstance(values[0], dict):
+            keys = dict.fromkeys(key for value in values for key in value)
+            return {key: of([value.get(key, 0) for value in values]) for key in keys}
+        return None if values[0] is None else statistics.fmean(values)
+
+    words = {name: rows[0][name] for name in ("script", "row", "env_id")}
+    runs = [row["run"] for row in rows]
+    numbers = [name for name in rows[0] if name not in (*words, "run")]
+    return words | {"runs": runs} | {name: of([row[name] for row in rows]) for name in numbers}
+
+
+def comparable(runs: list[Run]) -> list[Run]:
+    """Those of the traced runs that can be averaged: the others are named.
+
+    All on the machine of the newest; in each row all with the settings of the row's newest.
+    """
+
+    def machine(run: Run) -> tuple:
+        return run.config["gpu"], run.config["cpu"]["model"], run.config["versions"]
+
+    def settings(run: Run) -> dict:
+        return {k: v for k, v in run.config["args"].items() if k not in FREE_ARGS}
+
+    traced = [run for run in runs if run.stages.get("trace")]
+    newest = {(run.script, run.env_id, run.row): run for run in traced}
+    kept = []
+    for run in traced:
+        if machine(run) != machine(traced[-1]):
+            print(f"skipped: {shown(run.path)} is of another machine", file=sys.stderr)
+        elif settings(run) != settings(newest[run.script, run.env_id, run.row]):
+            print(f"skipped: {shown(run.path)} has other settings than the newest", file=sys.stderr)
+        else:
+            kept.append(run)
+    return kept
+
+
+def reduce_all(runs: list[Run]) -> list[dict]:
+    """Runs that are `comparable`, reduced: the mean of each script, environment and row."""
+    found: dict = {}
     for run in runs:
-        if run.stages.get("trace"):
-            found[run.script, run.env_id, run.row] = reduce(run)
+        found.setdefault((run.script, run.env_id, run.row), []).append(reduce(run))
     order = {row: i for i, row in enumerate(ROWS)}
-    return sorted(found.values(), key=lambda r: (r["script"], r["env_id"], order[r["row"]]))
+    rows = [mean(mine) for mine in found.values()]
+    return sorted(rows, key=lambda r: (r["script"], r["env_id"], order[r["row"]]))
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
@@ -129,7 +177,8 @@ def headlines(rows: list[dict]) -> list[str]:
             shares = [
                 row["simulation_share"]
                 for row in rows
-                if row["script"].startswith(OFF_POLICY) == off
+                if row["simulation_share"] is not None
+                and row["script"].startswith(OFF_POLICY) == off
                 and (row["row"] not in ("baseline", "eager") if best else row["row"] == "baseline")
             ]
             if shares:
@@ -141,7 +190,7 @@ def headlines(rows: list[dict]) -> list[str]:
         if mine[0]["row"] == "baseline" and len(mine) > 1:
             for name in ("to_backend", "to_cuda"):
                 one, other = calls[0][name], calls[-1][name]
-                if one and other:
+                if one and other and one != other:
                     what = f"{TRANSITIONS[name][0]} per iteration, baseline to {mine[-1]['row']}"
                     lines.append(
                         f"{script}, {env_id}, {what}: {short(one)} to {short(other)}, "
@@ -188,8 +237,6 @@ def bars(ax, rows: list[dict], labels: list[str], percent: bool) -> None:
 
 def key(figure, rows: list[dict]) -> None:
     """What the hatches and colours of these rows mean, below the figure."""
-    from matplotlib.patches import Patch
-
     used = [k for row in rows for stage in row["cells"].values() for k in stage]
     layers = {name: v for name, v in LAYERS.items() if any(k.startswith(name) for k in used)}
     resources = {k.split(" ", 1)[1] for k in used}
@@ -215,119 +262,130 @@ def key(figure, rows: list[dict]) -> None:
     )
 
 
-def title(figure, text: str, hardware: str) -> None:
-    figure.suptitle(f"{text}\n", fontsize=12)
-    figure.text(0.5, 0.945, hardware, ha="center", fontsize=8.5, color="0.35")
-
-
 def draw_stages(rows: list[dict], hardware: str):
-    """RL-Scope's figure 4: a column per script and environment."""
-    import matplotlib.pyplot as plt
+    """RL-Scope's figure 4: a block of three panels per script and environment."""
 
-    columns = list(dict.fromkeys((row["script"], row["env_id"]) for row in rows))
+    blocks = list(dict.fromkeys((row["script"], row["env_id"]) for row in rows))
+    columns = min(len(blocks), 3)
+    floors = -(-len(blocks) // columns)
     figure, grid = plt.subplots(
-        3,
-        len(columns),
-        figsize=(max(4.0 * len(columns), 6), 7.5),
+        3 * floors,
+        columns,
+        figsize=(max(4.0 * columns, 6), 6.5 * floors + 1),
         layout="constrained",
-        height_ratios=(1, 2.4, 1.2),
+        height_ratios=(1, 2.4, 1.2) * floors,
         squeeze=False,
     )
-    title(figure, "Where a step's time goes, and what crosses the borders", hardware)
-    for (top, middle, bottom), column in zip(grid.T, columns, strict=True):
-        mine = [row for row in rows if (row["script"], row["env_id"]) == column]
-        names = [row["row"].replace("+", "\n+ ") for row in mine]
-        bars(middle, mine, names, percent=False)
-        totals = [1e6 * row["seconds_per_step"] for row in mine]
-        top.bar(range(len(mine)), totals, 0.5, color="0.6", edgecolor="black", linewidth=0.5)
-        top.set_title(f"{label(column[0])}: {column[1]}", fontsize=10)
-        counts = [row["transitions_per_iteration"] for row in mine]
-        known = [name for name in TRANSITIONS if counts[0][name] is not None]
-        width = 0.7 / len(known)
-        for j, name in enumerate(known):
-            text, colour = TRANSITIONS[name]
-            for i, count in enumerate(counts):
-                x = i + (j - (len(known) - 1) / 2) * width
-                bottom.bar(x, count[name], width * 0.9, color=colour, label="" if i else text)
-                bottom.annotate(
-                    short(count[name]),
-                    (x, count[name]),
-                    (0, 1),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=7,
-                )
-        for i, total in enumerate(totals):
-            top.annotate(
-                short(total), (i, total), (0, 1), textcoords="offset points", ha="center", size=8
-            )
-        most = max(count[name] for count in counts for name in known)
-        for ax, low, high in ((top, min(totals), max(totals)), (bottom, 1, most)):
-            ax.set(yscale="log", xlim=middle.get_xlim(), ylim=(low / 3, high * 5))
-            ax.set_xticks([])
-            ax.yaxis.set_major_formatter(lambda y, _: short(y))
-            ax.yaxis.set_minor_formatter(lambda *_: "")
-            ax.spines[["top", "right"]].set_visible(False)
-    grid[0, 0].set_ylabel("total\n(us per step)")
-    grid[1, 0].set_ylabel("us per environment step")
-    grid[2, 0].set_ylabel("transitions\nper iteration")
+    curves.headline(figure, "Where a step's time goes, and what crosses the borders", hardware)
+    for ax in grid.flat:
+        ax.set_visible(False)
+    for i, block in enumerate(blocks):
+        floor, column = divmod(i, columns)
+        axes = grid[3 * floor : 3 * floor + 3, column]
+        for ax in axes:
+            ax.set_visible(True)
+        draw_block(*axes, [row for row in rows if (row["script"], row["env_id"]) == block])
+        axes[0].set_title(f"{label(block[0])}: {block[1]}", fontsize=10)
+        if column == 0:
+            axes[0].set_ylabel("total\n(us per step)")
+            axes[1].set_ylabel("us per environment step")
+            axes[2].set_ylabel("transitions\nper iteration")
     grid[2, 0].legend(fontsize=7, frameon=False, loc="upper left", ncols=2, columnspacing=1)
     key(figure, rows)
     return figure
 
 
-def draw_shares(rows: list[dict], hardware: str, over: str):
-    """RL-Scope's figures 5 and 7: percent of the time, a panel for the baselines and one after."""
-    import matplotlib.pyplot as plt
+def draw_block(top, middle, bottom, rows: list[dict]) -> None:
+    """One script: totals, stages by layer and resource, transitions."""
+    bars(middle, rows, [row["row"].replace("+", "\n+ ") for row in rows], percent=False)
+    totals = [1e6 * row["seconds_per_step"] for row in rows]
+    top.bar(range(len(rows)), totals, 0.5, color="0.6", edgecolor="black", linewidth=0.5)
+    for i, total in enumerate(totals):
+        above(top, i, total, size=8)
+    counts = [row["transitions_per_iteration"] for row in rows]
+    known = [name for name in TRANSITIONS if counts[0][name] is not None]
+    width = 0.7 / len(known)
+    for j, name in enumerate(known):
+        text, colour = TRANSITIONS[name]
+        for i, count in enumerate(counts):
+            x = i + (j - (len(known) - 1) / 2) * width
+            bottom.bar(x, count[name], width * 0.9, color=colour, label="" if i else text)
+            above(bottom, x, count[name], size=7)
+    most = max(count[name] for count in counts for name in known)
+    least = min(count[name] for count in counts for name in known)
+    for ax, low, high in ((top, min(totals), max(totals)), (bottom, min(least, 1), most)):
+        ax.set(xlim=middle.get_xlim(), ylim=(low / 3, high * 8), xticks=[])
+        ax.set_yscale("log")  # after the limits, or it would guess some
+        ax.yaxis.set_major_formatter(lambda y, _: short(y))
+        ax.yaxis.set_minor_formatter(lambda *_: "")
+        ax.spines[["top", "right"]].set_visible(False)
 
+
+def above(ax, x: float, value: float, size: float) -> None:
+    """Writes `value` above the bar that it is the height of."""
+    ax.annotate(
+        short(value), (x, value), (0, 1), textcoords="offset points", ha="center", size=size
+    )
+
+
+def draw_shares(rows: list[dict], hardware: str, over: str):
+    """RL-Scope's figures 5 and 7: percent of the time, a panel for the baselines and one after.
+
+    Over algorithms on the simulator that most were traced on, or over simulators with the algorithm
+    that was traced on most.
+    """
+    kept, bar = ("env_id", "algorithm") if over == "algorithms" else ("algorithm", "env_id")
+    pairs = {(algorithm_of(row)[kept], algorithm_of(row)[bar]) for row in rows}
+    counts = Counter(one for one, _ in sorted(pairs))
+    (most, _), *_ = counts.most_common(1)
+    rows = [row for row in rows if algorithm_of(row)[kept] == most]
+    rows.sort(key=lambda row: algorithm_of(row)[bar])
     last = {(row["script"], row["env_id"]): row for row in rows if row["row"] != "baseline"}
     panels = {
         "baseline": [row for row in rows if row["row"] == "baseline"],
         "variant, with all that ran here": list(last.values()),
     }
     panels = {name: mine for name, mine in panels.items() if mine}
-    most = max(map(len, panels.values()))
+    widest = max(map(len, panels.values()))
     figure, axes = plt.subplots(
         len(panels),
         1,
-        figsize=(max(1.9 * most, 6), 3.3 * len(panels) + 0.6),
+        figsize=(max(1.9 * widest, 6), 3.3 * len(panels) + 0.6),
         layout="constrained",
         squeeze=False,
         sharey=True,
     )
-    title(figure, f"Share of the time, over {over}", hardware)
+    curves.headline(figure, f"Share of the time, {most} over {over}", hardware)
     for ax, (name, mine) in zip(axes[:, 0], panels.items(), strict=True):
-        if over == "simulators":
-            mine = sorted(mine, key=lambda row: row["env_id"])
-        lines = [(label(row["script"]), row["env_id"]) for row in mine]
-        named = [f"{b}\n{a}" if over == "simulators" else f"{a}\n{b}" for a, b in lines]
-        bars(ax, mine, named, percent=True)
+        bars(ax, mine, [algorithm_of(row)[bar] for row in mine], percent=True)
         ax.set_title(name, fontsize=10)
         ax.set_ylabel("% of the time")
-        ax.set_ylim(0, 105)
+        ax.set(ylim=(0, 108), xlim=(-0.6, widest - 0.4))
     key(figure, rows)
     return figure
 
 
+def algorithm_of(row: dict) -> dict:
+    return {"algorithm": row["script"].partition("_")[0].upper(), "env_id": row["env_id"]}
+
+
 def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
     """Tables and figures of the traced ones among `runs`; the files."""
-    from curves import save
-
-    rows = newest(runs)
-    if not rows:
+    chosen = comparable(runs)
+    if not chosen:
         print("no breakdown: no run was traced (--stopwatch trace)", file=sys.stderr)
         return []
-    chosen = [run for run in runs if shown(run.path) in {row["run"] for row in rows}]
-    hardware = ", ".join(dict.fromkeys(run.hardware for run in chosen))
+    rows = reduce_all(chosen)
+    hardware = curves.hardware_of(chosen)
     machine = run_dirs.machine([run.config for run in chosen])
     above = ["Where the time goes, from traced runs", *run_dirs.describe(machine)]
     below = headlines(rows)
     record = {"schema": 1, "machine": machine, "rows": rows, "headlines": below}
     record["commands"] = [run.config["command"] for run in chosen]
     run_dirs.write_report(out / name, above, cells(rows), below, record, labels=3)
-    files = save(draw_stages(rows, hardware), out / f"{name}_stages")
+    files = curves.save(draw_stages(rows, hardware), out / f"{name}_stages")
     for over in ("algorithms", "simulators"):
-        files += save(draw_shares(rows, hardware, over), out / f"{name}_{over}")
+        files += curves.save(draw_shares(rows, hardware, over), out / f"{name}_{over}")
     return files
 
 

@@ -4,8 +4,8 @@
     python plots/overhead.py --only 'ppo_cont*'     of every 'SCRIPT ROW', those that match
 
 Per script, row and seed two runs of the same length: one with --stopwatch off, which counts steps
-and reads the clock twice, and one with --stopwatch trace, whose steady window has the same
-iterations and is over before tracing begins. Without a GPU they run at the same moment on a core
+and reads the clock twice, and one with --stopwatch time, the default. (A trace takes no part: what
+it tells is scaled to the untraced seconds.) Without a GPU they run at the same moment on a core
 each, so that the drift of a shared machine hits both alike, and change cores with each seed; with
 one, or on a single core, one after the other.
 
@@ -15,15 +15,14 @@ one, or on a single core, one after the other.
                     sum up to
     bias            corrected / off - 1: mean over the seeds, and range. RL-Scope reports -17% to
                     +11% for its own correction; ours is to stay within 5%
-    traced          how many times slower the traced iterations were: what the correction by the
-                    untraced window takes away
 
-Written to plots/out/: overhead.md, overhead.json and logs/. Exit status 1 if a run failed or a mean
-bias is beyond 5%.
+Written to --out: overhead.md, overhead.json and logs/. Rows that a former call has left there and
+this one does not measure stay. Exit status 1 if a run failed or a mean bias is beyond 5%.
 """
 
 import argparse
 import fnmatch
+import json
 import os
 import shutil
 import signal
@@ -35,43 +34,46 @@ import run_dirs
 import speedup
 import tqdm
 from run_dirs import ROOT, shown
-from speedup import SHORT, TRACED, Job
+from speedup import TRACED, Job
 
 LIMIT = 0.05
-WINDOW = {  # of the SHORT runs, the part before the trace: steps
-    "sac_continuous_action": 1400,
-    "td3_continuous_action": 1400,
-    "ppo_continuous_action": 6 * 2048,
+LENGTH = {  # steps; after the warm-up about ten seconds or more
+    "sac_continuous_action": 2000,
+    "td3_continuous_action": 2500,
+    "ppo_continuous_action": 18 * 2048,
     "ppo_atari_envpool": 6 * 8 * 128,
-    "ppo_cartpole_gpu": 6 * 4096 * 32,
-    "ppo_pendulum_gpu": 6 * 4096 * 16,
+    "ppo_cartpole_gpu": 12 * 4096 * 32,
+    "ppo_pendulum_gpu": 20 * 4096 * 16,
 }
 
 
-def without(job: Job) -> list[str]:
-    """The command of a traced job, ending where its trace begins, without the stopwatch."""
-    command = job.command[: -len(TRACED)] + ["--exp-name", "uninstrumented"]  # runs/ keeps both
-    command += ["--stopwatch", "off"]
-    command[command.index("--total-timesteps") + 1] = str(WINDOW[job.script])
-    return command
+def commands(job: Job) -> dict[str, list[str]]:
+    """The pair: with names of their own, so that runs/ keeps both and no table takes them in."""
+    words = job.command[: -len(TRACED)]
+    words[words.index("--total-timesteps") + 1] = str(LENGTH[job.script])
+    return {
+        "off": [*words, "--exp-name", "uninstrumented", "--stopwatch", "off"],
+        "on": [*words, "--exp-name", "instrumented"],
+    }
 
 
 def measure(job: Job, side_by_side: bool, logs: Path) -> dict:
     """One pair of runs -> seconds per step; ValueError says what went wrong."""
     stem = job.name.replace(" ", "-")
-    commands = {"off": without(job), "on": job.command}
-    files = {name: logs / f"overhead-{stem}-{name}.log" for name in commands}
+    pair = commands(job)
+    files = {name: logs / f"overhead-{stem}-{name}.log" for name in pair}
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(logs / f"cache-{job.script}-{job.row}")}
     if side_by_side:
         environment["OMP_NUM_THREADS"] = "1"
-        for core, name in zip((job.seed % 2, (job.seed + 1) % 2), commands, strict=True):
-            commands[name] = ["taskset", "-c", str(core), *commands[name]]
-        with speedup.logged(commands["off"], files["off"], environment) as one:
-            with speedup.logged(commands["on"], files["on"], environment) as other:
+        cores = sorted(os.sched_getaffinity(0))[:2]
+        for core, name in zip(cores[:: (-1) ** job.seed], pair, strict=True):
+            pair[name] = ["taskset", "-c", str(core), *pair[name]]
+        with speedup.logged(pair["off"], files["off"], environment) as one:
+            with speedup.logged(pair["on"], files["on"], environment) as other:
                 statuses = {"off": one.wait(), "on": other.wait()}
     else:
         statuses = {}
-        for name, command in commands.items():
+        for name, command in pair.items():
             with speedup.logged(command, files[name], environment) as child:
                 statuses[name] = child.wait()
     runs = {}
@@ -84,8 +86,6 @@ def measure(job: Job, side_by_side: bool, logs: Path) -> dict:
             what = f"{job.name}, stopwatch {name}, {reason}, see {shown(log)}"
             raise ValueError(f"{what}:\n{speedup.last_lines(log)}") from None
     on = runs["on"].stages
-    if not on["trace"]:
-        raise ValueError(f"{job.name}: the run ended before its trace, see {shown(files['on'])}")
     off, seconds = (1 / runs[name].stages["sps_steady"] for name in ("off", "on"))
     corrected = seconds * (1 - on["overhead_pct"] / 100)
     return {
@@ -93,7 +93,6 @@ def measure(job: Job, side_by_side: bool, logs: Path) -> dict:
         "on_seconds": seconds,
         "corrected_seconds": corrected,
         "bias": corrected / off - 1,
-        "inflation": on["trace"]["inflation"],
         "overhead_pct": on["overhead_pct"],
         "config": runs["on"].config,
     }
@@ -105,15 +104,34 @@ def summarize(pairs: dict[tuple[str, str], list[dict]]) -> list[dict]:
     for (script, row), results in pairs.items():
         means = {
             name: statistics.fmean(result[name] for result in results)
-            for name in ("off_seconds", "on_seconds", "corrected_seconds", "inflation")
+            for name in ("off_seconds", "on_seconds", "corrected_seconds")
         }
         bias = run_dirs.spread([result["bias"] for result in results])
         rows.append({"script": script, "row": row, **means, "bias": bias, "seeds": len(results)})
     return rows
 
 
+def former(path: Path) -> list[dict]:
+    """The pairs that a former call has recorded."""
+    return json.loads(path.read_text())["pairs"] if path.exists() else []
+
+
+def merge(before: list[dict], pairs: dict[tuple[str, str], list[dict]], command: str) -> dict:
+    """The record: `pairs` in the place of those that were measured `before`."""
+    kept = [pair for pair in before if (pair["script"], pair["row"]) not in pairs]
+    for (script, row), results in pairs.items():
+        kept += [{**each, "script": script, "row": row, "command": command} for each in results]
+    kept.sort(key=lambda pair: (pair["script"], pair["row"]))
+    grouped: dict = {}
+    for pair in kept:
+        grouped.setdefault((pair["script"], pair["row"]), []).append(pair)
+    record = {"schema": 1, "commands": list(dict.fromkeys(pair["command"] for pair in kept))}
+    record |= {"machine": run_dirs.machine([pair["config"] for pair in kept])}
+    return record | {"rows": summarize(grouped), "pairs": kept}
+
+
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["script", "row", "off us", "with us", "corrected us", "bias", "min-max", "traced"]]
+    table = [["script", "row", "off us", "with us", "corrected us", "bias", "min-max", "seeds"]]
     for row in rows:
         bias = row["bias"]
         times = [row[name] for name in ("off_seconds", "on_seconds", "corrected_seconds")]
@@ -121,7 +139,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
             [row["script"], row["row"]]
             + [f"{1e6 * seconds:,.4g}" for seconds in times]
             + [f"{bias['mean']:+.1%}", f"{bias['min']:+.1%} to {bias['max']:+.1%}"]
-            + [f"{row['inflation']:.2f}x"]
+            + [str(row["seeds"])]
         )
     return table
 
@@ -138,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     cuda = speedup.this_machine()["gpu"] is not None
     rows = ["baseline", "compile+cudagraphs" if cuda else "compile"]
-    jobs = speedup.make_jobs(sorted(SHORT), rows, options.seeds, short=True)
+    jobs = speedup.make_jobs(sorted(LENGTH), rows, options.seeds, short=True)
     jobs = [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", options.only)]
     if not jobs:
         parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
@@ -157,28 +175,21 @@ def main(arguments: list[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
 
-    table = summarize(pairs)
-    if table:
-        configs = [result["config"] for results in pairs.values() for result in results]
-        machine = run_dirs.machine(configs)
+    if pairs:
         command = f"python plots/overhead.py --seeds {options.seeds}"
         command += f" --only '{options.only}'" if options.only != "*" else ""
         how = "side by side, one core each" if side_by_side else "one after the other"
-        above = [f"What the stopwatch costs and leaves uncorrected: {command}; pairs {how}"]
-        above += run_dirs.describe(machine)
-        record = {"schema": 1, "command": command, "machine": machine, "side_by_side": side_by_side}
-        record |= {"rows": table, "failures": failures}
-        record["pairs"] = [
-            {"script": script, "row": row, **result}
-            for (script, row), results in pairs.items()
-            for result in results
-        ]
-        worst = max(abs(row["bias"]["mean"]) for row in table)
+        record = merge(former(options.out / "overhead.json"), pairs, command)
+        worst = max(abs(row["bias"]["mean"]) for row in record["rows"])
+        above = [f"What the stopwatch costs and leaves uncorrected; pairs {how}"]
+        above += [f"Command: {command}" for command in record["commands"]]
+        above += run_dirs.describe(record["machine"])
         below = [f"largest mean bias: {worst:.1%} (limit {LIMIT:.0%})"]
-        run_dirs.write_report(options.out / "overhead", above, cells(table), below, record)
+        table = cells(record["rows"])
+        run_dirs.write_report(options.out / "overhead", above, table, below, record)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
-    return int(bool(failures) or any(abs(row["bias"]["mean"]) > LIMIT for row in table))
+    return int(bool(failures) or not pairs or worst > LIMIT)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,10 @@ def findings(report: dict) -> list[Finding]:
 
     for name, fields in stages.items():
         share = fields["total"] / total
-        if name == "simulation":
+        if name == "simulation" and fields.get("backend_s", 0) > fields["total"] / 2:
+            # environments that are tensors or kernels, perhaps with acting in the same function
+            found += computation("simulation, made of operators,", fields, total)
+        elif name == "simulation":
             add(
                 share,
                 f"simulation takes {share:.0%} of the time, {microseconds(fields['total'])} per "
@@ -137,7 +140,7 @@ def computation(name: str, fields: dict[str, float], total: float) -> list[Findi
         advice = "--stopwatch trace tells whether that is Python, operators or waiting"
         return [Finding(share, what, advice)] if share >= 0.1 else []
     overhead, length = python + backend, backend / calls if calls else 0
-    if calls >= 1 and length < SHORT_OPERATOR and overhead / total >= NOTHING:
+    if calls and length < SHORT_OPERATOR and overhead / total >= NOTHING:
         found.append(
             Finding(
                 overhead / total,
@@ -171,7 +174,7 @@ def computation(name: str, fields: dict[str, float], total: float) -> list[Findi
             )
     launching = fields.get("cuda_launch_s", 0)
     if launching / total >= NOTHING:
-        if launches > 10 * max(replays, 1):
+        if launches > 10 * replays:
             advice = "capture them in one CUDA graph: a replay is one call"
         else:
             advice = "few calls are left: one graph instead of several, fewer copies"

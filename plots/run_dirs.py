@@ -6,6 +6,7 @@ it, or is damaged, empty or half written, is passed over with its name and the r
 
 import json
 import logging
+import re
 import statistics
 import sys
 from dataclasses import dataclass
@@ -44,12 +45,15 @@ class Run:
 
     @property
     def script(self) -> str:
-        return self.config["args"]["exp_name"].removesuffix(VARIANT)
+        """The script of the collection; for what other programs ran, the name that they gave it."""
+        program = Path(self.config["command"].split()[0])
+        name = program.stem if program.parent.name == "leanrl" else self.config["args"]["exp_name"]
+        return name.removesuffix(VARIANT)
 
     @property
     def row(self) -> str:
         args = self.config["args"]
-        if not args["exp_name"].endswith(VARIANT):
+        if "compile" not in args:
             return "baseline"
         # without a device --cudagraphs has no effect
         graphs = args["cudagraphs"] and self.config["gpu"]
@@ -75,7 +79,8 @@ def label(script: str) -> str:
     """A script's name as a figure has room for it."""
     algorithm, _, rest = script.partition("_")
     where = {"continuous_action": "", "atari_envpool": " Atari"}
-    return algorithm.upper() + where.get(rest, f" {rest.removesuffix('_gpu').capitalize()}")
+    where |= {"cartpole_gpu": " CartPole", "pendulum_gpu": " Pendulum"}
+    return algorithm.upper() + where.get(rest, f" {rest}")
 
 
 def read_json(path: Path) -> dict:
@@ -94,17 +99,23 @@ def read_json(path: Path) -> dict:
 
 
 def read_run(path: Path) -> Run:
-    """The run in the directory `path`; ValueError says what is wrong with one that did not end."""
-    run = Run(path, read_json(path / "config.json"), read_json(path / "stages.json"))
+    """The run in the directory `path`; ValueError says what is wrong with one that did not end.
+
+    A resumed run is described by its last part, in config_STEP.json and stages_STEP.json.
+    """
+    parts = (re.fullmatch(r"config_(\d+)\.json", file.name) for file in path.glob("config_*.json"))
+    before = max((int(part[1]) for part in parts if part), default=0)
+    suffix = f"_{before}.json" if before else ".json"
+    run = Run(path, read_json(path / f"config{suffix}"), read_json(path / f"stages{suffix}"))
     try:
         args = run.config["args"]
         run.row, run.script, run.env_id, run.hardware  # noqa: B018  they read what they need
-        steps = round(run.stages["sps_inclusive"] * run.stages["wall_seconds"])
+        steps = before + round(run.stages["sps_inclusive"] * run.stages["wall_seconds"])
         steady = run.stages["sps_steady"]
         whole = args.get("num_steps", 1) * args.get("num_envs", 1)  # PPO ends with a whole rollout
         if steps < 0.99 * (args["total_timesteps"] // whole * whole):
             raise ValueError(f"stopped after {steps} of {args['total_timesteps']} steps")
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError):
         raise ValueError("holds the files of some other program") from None
     if not steady:
         raise ValueError("ended before its warm-up did: no steady steps/s")
@@ -114,14 +125,18 @@ def read_run(path: Path) -> Run:
 def find_runs(paths: list[Path]) -> list[Path]:
     """The directories among `paths` that may be runs, and those directly below the others.
 
-    In the order in which they were made.
+    The run of a sweep's variant is a floor below. In the order in which they were made.
     """
+
+    def directories(path: Path) -> set[Path]:
+        return {below for below in path.glob("*") if below.is_dir()}
+
     found = set()
     for path in paths:
-        if (path / "config.json").exists() or (path / "stages.json").exists():
-            found.add(path)
-        else:
-            found |= {below for below in path.glob("*") if below.is_dir()}
+        files = (path / name for name in ("config.json", "stages.json", "variant.json"))
+        for each in [path] if any(file.exists() for file in files) else directories(path):
+            of_variant = (each / "variant.json").exists()
+            found |= (of_variant and directories(each / "runs")) or {each}
     return sorted(found, key=lambda path: (path.name.rpartition("__")[2].zfill(12), path.name))
 
 
@@ -183,7 +198,7 @@ def per_step(report: dict) -> dict[str, dict[str, float]]:
                 scale = total / traced if field.endswith("_s") and traced else 1
                 found[name][field] = value * scale / trace["env_steps"]
             if not traced:  # too rare to have been in the window
-                found[name]["python_s"] = total
+                found[name]["simulator_s" if name == "simulation" else "python_s"] = total
     return found
 
 
@@ -273,7 +288,7 @@ def write_report(
 ) -> None:
     """Prints the report and writes it to `stem`.md and, with all numbers, `stem`.json."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    markdown, record_file = stem.with_suffix(".md"), stem.with_suffix(".json")
+    markdown, record_file = (stem.with_name(f"{stem.name}.{kind}") for kind in ("md", "json"))
     below = [*below, f"files: {shown(markdown)}, {shown(record_file)}"]
     print("\n".join(["", *above, "", as_text(table, labels), "", *below]))
     lists = ["\n".join(f"- {line}" for line in lines) for lines in (above, below)]

@@ -72,9 +72,9 @@ class Job:
 
 
 def timed(runs: list[Run]) -> list[Run]:
-    """The runs that tell a row's speed: its traced ones only where it has no others."""
-    plain = {(run.script, run.row) for run in runs if not traced(run)}
-    return [run for run in runs if not traced(run) or (run.script, run.row) not in plain]
+    """The runs that tell a script's speed: traced ones only where it has no others."""
+    plain = {run.script for run in runs if not traced(run)}
+    return [run for run in runs if not traced(run) or run.script not in plain]
 
 
 def traced(run: Run) -> bool:
@@ -352,7 +352,7 @@ def draw_figures(runs: list[Run], out: Path) -> None:
         print(f"no figures: {missing}; pip install -r requirements/plots.txt", file=sys.stderr)
         return
     breakdown.write(runs, out)
-    curves.write(runs, out)
+    curves.write(timed(runs), out)
 
 
 def write_table(runs: list[Run], failures: list[str], protocol: str, call: str, out: Path) -> None:

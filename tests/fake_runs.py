@@ -1,6 +1,7 @@
 """Run directories as the scripts write them, for the tests of what reads them."""
 
 import json
+import time
 
 import run_dirs
 
@@ -94,10 +95,11 @@ def report(steady=10.0, gpu=False):
     }
 
 
-def write_events(path, rows, start=1000.0):
+def write_events(path, rows):
     """TensorBoard files in `path` from (tag, step, seconds since the start, value)."""
     from torch.utils.tensorboard import SummaryWriter
 
+    start = time.time()
     with SummaryWriter(path) as writer:
         for tag, step, seconds, value in rows:
             writer.add_scalar(tag, value, step, walltime=start + seconds)

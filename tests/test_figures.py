@@ -1,8 +1,10 @@
 """What is drawn and said about runs: curves, breakdowns, profiles, the stopwatch's overhead."""
 
 import copy
+import html
 import json
 import math
+import re
 import runpy
 import shutil
 import subprocess
@@ -112,14 +114,14 @@ def test_the_interval_is_the_bootstraps():
 def test_where_one_seed_is_left_there_is_a_mean_and_no_interval():
     values = np.array([[1.0, 2.0, np.nan], [3.0, np.nan, np.nan]])
     np.testing.assert_array_equal(curves.mean_of_known(values), [2, 2, np.nan])
-    low, high = curves.bootstrap(values)
+    low, high = curves.band("bootstrap", values)
     assert np.isfinite([low[0], high[0]]).all() and np.isnan([*low[1:], *high[1:]]).all()
-    assert np.isnan(curves.bootstrap(values[:1])).all()
+    assert np.isnan(curves.band("bootstrap", values[:1])).all()
 
 
 def test_speed_between_two_rows():
     series = run_dirs.Series(*np.array([[0, 100, 300], [0, 2, 4], [0, 0, 0]], dtype=float))
-    found = curves.steps_per_second(series, 0.0)
+    found = curves.steps_per_second(series)
     assert found.values.tolist() == [50, 100] and found.seconds.tolist() == [2, 4]
 
 
@@ -136,12 +138,19 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
     out = tmp_path / "out/name"
     assert curves.main([str(runs), "--out", str(out)]) == 0
     made = sorted(path.name for path in out.parent.iterdir())
-    kinds = [f"name_{kind}.{end}" for kind in ("learning", "speed") for end in ("png", "svg")]
-    assert made == kinds  # no GPU: no figure of one, and a line that says so
+    kinds = ("learning", "scores", "speed")
+    files = [f"name_{kind}.{end}" for kind in kinds for end in ("png", "svg")]
+    # no GPU: no figure of one, and a line that says so
+    assert made == sorted([*files, "name_scores.json", "name_scores.md"])
     assert "not measured, no run had a GPU" in capsys.readouterr().err
     assert min(image_size(out.parent / "name_learning.png")) > 300
     text = (out.parent / "name_learning.svg").read_text()
-    for word in ("SAC: HalfCheetah-v5, 2 seeds", "environment steps", "wall-clock", "compile"):
+    for word in (
+        "SAC: HalfCheetah-v5, 2 runs a line",
+        "environment steps",
+        "wall-clock",
+        "compile",
+    ):
         assert word in text
     again = tmp_path / "again/name"
     curves.main([str(runs), "--out", str(again)])
@@ -157,14 +166,235 @@ def test_gpu_utilization_is_drawn_with_its_area(runs, tmp_path):
     assert not (tmp_path / "out/c_learning.png").exists()  # these runs have no events
 
 
+# Sweeps
+
+
+@pytest.fixture
+def sweep_runs(tmp_path):
+    """Two lambdas, the minibatches they bring along, three seeds; returns of 100 lambda + seed."""
+    folder = tmp_path / "sweep"
+    for i, (gae_lambda, seed) in enumerate((g, s) for g in (0.9, 1.0) for s in (1, 2, 3)):
+        settings = {"gae_lambda": gae_lambda, "num_minibatches": int(10 * gae_lambda)}
+        variant = folder / f"id{i}"
+        path = make_run(
+            variant / "runs", i, config("baseline", seed, script="ppo", **settings), report()
+        )
+        (variant / "variant.json").write_text("{}")
+        rows = []
+        for k in range(1, 41):
+            value = (100 * gae_lambda + seed) * min(1, k / 20)
+            rows.append(("charts/episodic_return", 10 * k * (1 + seed % 2), k, value))
+            rows.append(("losses/entropy", 10 * k * (1 + seed % 2), k, float(k)))
+        write_events(path, rows)
+    return folder
+
+
+def test_lines_are_what_varies(sweep_runs):
+    runs, skipped = run_dirs.read_runs([sweep_runs])
+    assert len(runs) == 6 and not skipped
+    (lines,) = curves.groups(runs).values()
+    # the number of minibatches follows from lambda, so it need not be in the name; seeds never are
+    assert {line: len(mine) for line, mine in lines.items()} == {
+        "gae_lambda=0.9": 3,
+        "gae_lambda=1": 3,
+    }
+    (lines,) = curves.groups(runs, ["num_minibatches"]).values()
+    assert list(lines) == ["num_minibatches=9", "num_minibatches=10"]  # by size, not by text
+    assert [len(curves.matching(runs, w)) for w in (["seed=1"], ["seed=1", "seed=2"])] == [2, 4]
+    assert len(curves.matching(runs, ["--gae-lambda=0.9", "seed=3"])) == 1
+    with pytest.raises(ValueError, match="no run has a setting 'no_such'"):
+        curves.matching(runs, ["no_such=1"])
+
+
+def test_bands_are_what_they_say():
+    values = np.random.default_rng(0).normal(size=(7, 5))
+    values[0, 1] = np.nan
+    known = [values[~np.isnan(values[:, g]), g] for g in range(5)]
+    means = np.array([k.mean() for k in known])
+    deviations = np.array([k.std(ddof=1) for k in known])
+    errors = deviations / np.sqrt([len(k) for k in known])
+    for kind, width in (("std", deviations), ("se", errors)):
+        low, high = curves.band(kind, values)
+        np.testing.assert_allclose(low, means - width)
+        np.testing.assert_allclose(high, means + width)
+    low, high = curves.band("percentiles", values)
+    np.testing.assert_allclose(high, [np.percentile(k, 90) for k in known])
+    assert np.isnan(curves.band("none", values)).all()
+
+
+def test_curves_are_compared_wherever_one_has_a_value():
+    grid = curves.union_grid([np.array([1.0, 3.0]), np.array([2.0, 3.0, 4.0])])
+    assert grid.tolist() == [1, 2, 3, 4]
+    assert len(curves.union_grid([np.arange(5000.0)])) == curves.POINTS
+    ends = curves.union_grid([np.arange(5000.0)])[[0, -1]]
+    assert ends.tolist() == [0, 4999]
+
+
+def test_any_metric_is_an_axis(sweep_runs):
+    (path,) = list(sweep_runs.glob("id0/runs/*"))
+    series = run_dirs.read_series(path, ["charts/episodic_return", "losses/entropy"])
+    x, y = curves.curve(series, "charts/episodic_return", "losses/entropy", 1)
+    assert x.tolist() == list(range(1, 41)) and y[-1] == pytest.approx(91)
+    assert curves.curve(series, "charts/episodic_return", "no/such", 1) is None
+    assert curves.curve(series, "no/such", "steps", 1) is None
+
+
+def test_interquartile_mean_is_of_the_middle_half():
+    assert curves.iqm(np.array([100.0, 1, 2, 3, 4, 5, 6, -50])) == np.mean([2, 3, 4, 5])
+    assert curves.iqm(np.array([1.0, 2, 9])) == 4  # nothing to cut below four
+    scores = np.random.default_rng(0).normal(size=101)
+    ordered = np.sort(scores)[25:-25]
+    assert curves.iqm(scores) == pytest.approx(ordered.mean())
+
+
+def test_the_stratified_bootstrap_draws_within_each_task():
+    """Between two tasks lies a gulf, which must not widen the interval."""
+    rng = np.random.default_rng(0)
+    tasks = [rng.normal(0, 1, 50), rng.normal(1000, 1, 50)]
+    low, high = curves.stratified(tasks, lambda s: s.mean(-1))
+    expected = 2 * 1.96 * np.sqrt(sum(t.var() / 50 for t in tasks)) / 2
+    assert high - low == pytest.approx(expected, rel=0.15)
+
+
+def test_time_to_target_counts_who_never_arrives(sweep_runs, tmp_path, capsys):
+    out = tmp_path / "out/s"
+    assert curves.main([str(sweep_runs), "--last", "1", "--target", "92", "--out", str(out)]) == 0
+    rows = json.loads(out.with_name("s_scores.json").read_text())
+    assert [row["line"] for row in rows] == ["gae_lambda=0.9", "gae_lambda=1"]
+    assert [row["target"]["never"] for row in rows] == [1, 0]  # seed 1 ends at 91
+    assert rows[0]["target"]["times"] == [None, 200.0, 400.0]
+    assert rows[0]["target"]["median"] == 400.0  # infinity is the last of three
+    assert rows[1]["iqm"]["value"] == pytest.approx(102) and rows[1]["runs"] == 3
+    assert rows[1]["iqm"]["low"] < 102 < rows[1]["iqm"]["high"]
+    text = out.with_name("s_scores.svg").read_text()
+    for word in ("interquartile mean", "% of runs that have reached 92", "gae_lambda=0.9"):
+        assert word in text
+    said = capsys.readouterr().out
+    assert "steps until 92, median" in said
+
+
+def test_performance_profile():
+    found = curves.performance_profile(np.array([1.0, 2.0, 3.0]), np.array([0.0, 1.0, 2.5, 3.0]))
+    assert found.tolist() == [1, 1, pytest.approx(1 / 3), pytest.approx(1 / 3)]
+
+
+def test_choices_of_the_command(sweep_runs, tmp_path, capsys):
+    out = tmp_path / "out/s"
+    flags = ["--x", "seconds", "--band", "percentiles", "--pdf", "--by", "num_minibatches"]
+    assert curves.main([str(sweep_runs), *flags, "--out", str(out)]) == 0
+    assert out.with_name("s_learning.pdf").read_bytes().startswith(b"%PDF")
+    text = out.with_name("s_learning.svg").read_text()
+    assert "num_minibatches=10" in text and "10th to 90th percentile" in text
+    assert "wall-clock" in text and "environment steps" not in text
+    for words, why in (
+        (["--where", "seed=9"], "no such finished"),
+        (["--where", "a=1"], "setting"),
+    ):
+        assert curves.main([str(sweep_runs), *words, "--out", str(out)]) == 2
+        assert why in capsys.readouterr().err
+
+
+# The page
+
+
+def browser():
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
+
+
+def explore(page, tmp_path, script):
+    """What `script` of the page leaves in an element `#result`, in a real browser, offline."""
+    probe = tmp_path / "probe.html"
+    ending = f"<script>const result = (() => {{ {script} }})();"
+    ending += "const p = document.createElement('pre'); p.id = 'result';"
+    ending += "p.textContent = JSON.stringify(result); document.body.append(p);</script></body>"
+    text = page.read_text()
+    at = text.rindex("</body>")
+    probe.write_text(text[:at] + ending + text[at + len("</body>") :])
+    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=5000"]
+    command += [f"--user-data-dir={tmp_path}/profile", probe.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.fixture
+def page_of(sweep_runs, tmp_path):
+    pytest.importorskip("plotly")
+    out = tmp_path / "out/s"
+    assert curves.main([str(sweep_runs), "--html", "--last", "1", "--out", str(out)]) == 0
+    return out.with_suffix(".html")
+
+
+def test_the_page_holds_all_it_needs(page_of):
+    text = page_of.read_text()
+    head = text[: text.index("<script>")] + text[text.rindex('<div id="plot">') :]
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", head)
+    data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL)[1])
+    assert [line["name"] for line in data["panels"][0]["lines"]] == [
+        "gae_lambda=0.9",
+        "gae_lambda=1",
+    ]
+    drawn = data["panels"][0]["lines"][0]["axes"]["steps"]
+    assert set(drawn["bands"]) == {"bootstrap", "std", "se", "percentiles"}
+    assert len(drawn["runs"]) == 3 and drawn["mean"][0] == pytest.approx(93 / 20, abs=1)
+
+
+@pytest.mark.skipif(browser() is None, reason="needs chromium")
+def test_the_page_in_a_browser(page_of, tmp_path):
+    """Menus and legend do what they say."""
+    found = explore(
+        page_of,
+        tmp_path,
+        """
+        const plot = control("plot"), found = {};
+        const legend = () => plot.data.filter(t => t.showlegend !== false);
+        const change = (name, value) => {
+          if (name === "runs") control(name).checked = value; else control(name).value = value;
+          control(name).dispatchEvent(new Event("change"));
+        };
+        found.lines = legend().map(t => t.name);
+        found.drawn = plot.querySelectorAll(".scatterlayer .trace").length;
+        found.traces = plot.data.length;
+        found.steps = [legend()[0].x.at(-1), plot.layout.xaxis.title.text];
+        change("axis", "seconds");
+        found.seconds = [legend()[0].x.at(-1), plot.layout.xaxis.title.text];
+        change("axis", "steps");
+        const width = () => plot.data[1].y.at(-1) - plot.data[0].y.at(-1);
+        change("band", "std"); found.std = width();
+        change("band", "se"); found.se = width();
+        change("band", "none"); found.none = plot.data.length;
+        change("runs", true); found.runs = plot.data.length;
+        Plotly.restyle(plot, { visible: "legendonly" }, [plot.data.indexOf(legend()[0])]);
+        change("band", "std");
+        found.off = plot.data.filter(t => t.visible === "legendonly").map(t => t.legendgroup);
+        found.on = plot.data.filter(t => t.visible !== "legendonly").length;
+        return found;
+        """,
+    )
+    assert found["lines"] == ["gae_lambda=0.9", "gae_lambda=1"]
+    assert found["traces"] == 6 and found["drawn"] >= 4  # two edges of a band and a mean each
+    assert found["steps"] == [800, "environment steps"]
+    assert found["seconds"] == [pytest.approx(40, abs=0.1), "wall-clock seconds"]
+    assert found["std"] == pytest.approx(2 * 2**0.5, rel=1e-3)  # both sides, of 91 and 93
+    assert found["se"] == pytest.approx(2, rel=1e-3)
+    assert found["none"] == 2 and found["runs"] == 8
+    assert set(found["off"]) == {"gae_lambda=0.9"} and len(found["off"]) == 6
+    assert found["on"] == 6
+
+
 # Breakdown
 
 
 def test_breakdown_sums_to_the_untraced_time(runs):
     found, skipped = run_dirs.read_runs([runs])
-    rows = breakdown.newest(found)
+    rows = breakdown.reduce_all(breakdown.comparable(found))
     assert not skipped and [row["row"] for row in rows] == ["baseline", "compile"]
     for row in rows:
+        assert len(row["runs"]) == 2
         assert row["seconds_per_step"] == pytest.approx(0.1)
         cells = row["cells"]
         assert sum(sum(stage.values()) for stage in cells.values()) == pytest.approx(0.1)
@@ -211,7 +441,8 @@ def test_figures_and_headlines_of_breakdown(tmp_path, capsys, gpu):
     assert breakdown.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
     for name in ("stages", "algorithms", "simulators"):
         assert min(image_size(out.with_name(f"b_{name}.png"))) > 300
-        assert "CartPole" in out.with_name(f"b_{name}.svg").read_text()
+        assert "per step" in (text := out.with_name(f"b_{name}.svg").read_text()) or "% of" in text
+    assert "PPO CartPole: CartPole-v1" in out.with_name("b_stages.svg").read_text()
     record = json.loads(out.with_suffix(".json").read_text())
     said = "\n".join(record["headlines"])
     assert "off-policy, baselines: 10%" in said and "on-policy, variants" in said
@@ -337,16 +568,17 @@ def test_bias_is_of_the_corrected_time(monkeypatch, tmp_path):
     """Instrumented 4% slower, half of which it knows of: 2% are left."""
     job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", "--total-timesteps", "9"], 9)
     job.command += overhead.TRACED
-    monkeypatch.setattr(overhead, "WINDOW", {SCRIPT: 5})
-    assert overhead.without(job)[2:4] == ["--total-timesteps", "5"]
-    assert overhead.without(job)[-2:] == ["--stopwatch", "off"]
+    length = str(overhead.LENGTH[SCRIPT])
+    pair = overhead.commands(job)
+    assert pair["off"][2:4] == pair["on"][2:4] == ["--total-timesteps", length]
+    assert pair["off"][-2:] == ["--stopwatch", "off"] and "--stopwatch" not in pair["on"]
     folder = tmp_path / "runs"
     off = make_run(folder, 1, config(stopwatch="off"), stages(100.0))
     on = make_run(folder, 2, config(stopwatch="trace"), report(100 / 1.04) | {"overhead_pct": 2})
     code = "print('run directory: {}')"
     words = {path: [sys.executable, "-c", code.format(path)] for path in (off, on)}
-    monkeypatch.setattr(overhead, "without", lambda job: words[off])
-    job.command = words[on]
+    pair = {"off": words[off], "on": words[on]}
+    monkeypatch.setattr(overhead, "commands", lambda job: dict(pair))
     result = overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")
     assert result["bias"] == pytest.approx(1.04 * 0.98 - 1)
     rows = overhead.summarize({(SCRIPT, "baseline"): [result, result | {"bias": -0.01}]})
@@ -354,12 +586,22 @@ def test_bias_is_of_the_corrected_time(monkeypatch, tmp_path):
     assert len({len(line) for line in overhead.cells(rows)}) == 1
     if shutil.which("taskset"):
         assert overhead.measure(job, True, tmp_path / "logs")["off_seconds"] == 0.01
-    job.command = [sys.executable, "-c", "raise SystemExit('what went wrong')"]
+    pair["on"] = [sys.executable, "-c", "raise SystemExit('what went wrong')"]
     with pytest.raises(ValueError, match="(?s)stopwatch on, ended with exit status 1.*what went"):
         overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")
 
 
-def test_overhead_knows_every_script_and_where_its_trace_begins():
-    assert set(overhead.WINDOW) == set(overhead.SHORT)
-    for script, steps in overhead.WINDOW.items():
-        assert steps < overhead.SHORT[script]["--total-timesteps"]
+def test_a_call_replaces_the_rows_that_it_measures():
+    def pair(script, bias):
+        named = {"script": script, "row": "compile", "command": "old", "bias": bias}
+        times = dict.fromkeys(("off_seconds", "on_seconds", "corrected_seconds"), 1.0)
+        return named | times | {"config": config("compile")}
+
+    before = [pair("a", 0.5), pair("b", 0.25)]
+    record = overhead.merge(before, {("b", "compile"): [pair("b", 0.125)]}, "new")
+    assert [row["bias"]["mean"] for row in record["rows"]] == [0.5, 0.125]
+    assert record["commands"] == ["old", "new"]
+
+
+def test_overhead_knows_every_script():
+    assert set(overhead.LENGTH) == set(overhead.speedup.SHORT)
