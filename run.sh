@@ -133,9 +133,9 @@ if [[ $command == --help || $command == -h ]]; then
     exit
 fi
 needs=(requirements/{requirements,plots}.txt)
-[[ $command != test ]] || needs+=(requirements/{envpool,wandb,video,study,test}.txt) # tests cover the extras
+[[ $command != test ]] || needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray}.txt) # all extras
 [[ $command != study ]] || needs+=(requirements/study.txt)
-[[ $command != --full && " $* " != *" ppo_atari "* ]] || needs+=(requirements/envpool.txt)
+[[ $command != --full && $* != *atari* ]] || needs+=(requirements/envpool.txt)
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
     quick | --full) exec "$python" plots/speedup.py "--${command#--}" "$@" ;;

@@ -1,0 +1,398 @@
+"""Sweeps: expansion, identity, the launcher on this machine, its commands."""
+
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from leanrl import sweep
+
+# Expansion
+
+
+def test_every_combination():
+    assert sweep.expand({"a": [1, 2], "b": [True]}) == [{"a": 1, "b": True}, {"a": 2, "b": True}]
+
+
+def test_functions_of_other_parameters_in_any_order():
+    wanted = {(1000, 10, 10_010), (1000, 20, 20_020), (2500, 4, 10_004), (2500, 8, 20_008)}
+    params = {
+        "batch_size": [1000, 2500],
+        "n_iters": lambda batch_size: [10_000 // batch_size, 20_000 // batch_size],
+        "check": lambda n_iters, batch_size: [n_iters * batch_size + n_iters],
+    }
+    for order in itertools.permutations(params):
+        found = sweep.expand({name: params[name] for name in order})
+        assert all(tuple(variant) == order for variant in found)  # names as they were written
+        assert {tuple(v[name] for name in ("batch_size", "n_iters", "check")) for v in found} == (
+            wanted
+        )
+
+
+@pytest.mark.parametrize(
+    "params, why",
+    [
+        ({}, "at least one parameter"),
+        ([("a", 1)], "must be a dict"),
+        ({"a": lambda b: [b], "b": lambda a: [a]}, "circle"),
+        ({"a": lambda a: [a]}, "circle: a needs a"),
+        ({"a": lambda c: [c]}, "a needs 'c', which is no parameter"),
+        ({"a": lambda *c: [c]}, "takes \\*c"),
+        ({"a": 3}, "a is 3, not a list"),
+        ({"a": "text"}, "not a list"),
+        ({"a": (1, 2)}, "not a list"),
+        ({"a": [1], "b": lambda a: a}, "b is 1, not a list"),
+        ({"a": []}, "empty list"),
+        ({"a": [0], "b": lambda a: [1 // a]}, "b: its function fails: ZeroDivisionError"),
+        ({"a": [[1]]}, "only numbers, text"),
+        ({"a": [float("nan")]}, "finite"),
+        ({"a": [1, 1]}, "1 twice"),
+        ({"a": ["a\0b"]}, "zero byte"),
+        ({"a b": [1]}, "no name"),
+        ({3: [1]}, "no name"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(params, why):
+    with pytest.raises(sweep.SweepError, match=why) as error:
+        sweep.expand(params)
+    assert "\n" not in str(error.value)
+
+
+def test_true_and_one_are_two_values():
+    assert len(sweep.expand({"a": [1, True, 1.0]})) == 3
+
+
+@pytest.mark.parametrize(
+    "name, count", [("gae_lambda", 9), ("batch_size", 12), ("baselines", 12), ("seeds", 10)]
+)
+def test_the_examples_expand(name, count, capsys):
+    path = ROOT / f"leanrl/sweeps/{name}.py"
+    assert sweep.main(["run", str(path), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{count} variants" and len(lines) == count + 1
+
+
+def test_the_flags_of_the_examples_exist():
+    import importlib
+
+    import tyro
+
+    for path in (ROOT / "leanrl/sweeps").glob("*.py"):
+        for variant in sweep.load(path, 20).variants:
+            module = importlib.import_module(variant.script[:-3].replace("/", "."))
+            args = tyro.cli(module.Args, args=variant.flags)
+            for name, value in variant.params.items():
+                assert getattr(args, name) == value, (path, name)
+
+
+# Identity
+
+
+def variant(**params):
+    return sweep.Variant("group", "leanrl/x.py", params)
+
+
+def test_a_variant_is_known_by_script_and_parameters():
+    one = variant(a=1, b=0.5)
+    assert one.id == variant(b=0.5, a=1).id
+    others = [variant(a=1), variant(a=1, b="0.5"), variant(a=True, b=0.5), variant(a=2, b=0.5)]
+    others.append(sweep.Variant("group", "leanrl/y.py", {"a": 1, "b": 0.5}))
+    assert len({one.id, *(other.id for other in others)}) == 6
+    assert re.fullmatch("[0-9a-f]{10}", one.id)
+
+
+HOSTILE = [
+    "a b",
+    "'",
+    '"',
+    "line\nbreak",
+    "--seed",
+    "-1",
+    ";true",
+    "$(true)",
+    "`x`",
+    "*",
+    "",
+    "é",
+    "=",
+]
+
+
+def test_flags_carry_any_value_as_one_word():
+    flags = variant(exp_name="a b", lr=1e-05, on=True, off=False, nothing=None).flags
+    assert flags == ["--exp-name=a b", "--lr=1e-05", "--on", "--no-off", "--nothing=None"]
+
+
+# The launcher, with scripts that only say what they were given
+
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+flags = dict(w[2:].split("=", 1) if "=" in w else (w[2:], True) for w in sys.argv[1:])
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+print("started", flush=True)
+time.sleep(float(flags.get("sleep", 0)))
+if "fails" in flags and not Path(flags["fails"]).exists():
+    raise SystemExit("what went wrong")
+keep = {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+Path("runs/the_run").mkdir(parents=True)
+Path("runs/the_run/found.json").write_text(json.dumps({"flags": flags, "environment": keep}))
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A repository with sweep.py and a script that writes what it was given; the current folder."""
+    root = tmp_path / "a place"
+    (root / "leanrl").mkdir(parents=True)
+    shutil.copy(ROOT / "leanrl/sweep.py", root / "leanrl")
+    (root / "leanrl/x.py").write_text(STAND_IN)
+    monkeypatch.chdir(root)
+    return root
+
+
+def write_sweep(root, params, name="study"):
+    path = root / f"{name}.py"
+    path.write_text(f"script = 'leanrl/x.py'\nparams = {params}\n")
+    return path
+
+
+def call(*words, stdin="", check=None):
+    done = subprocess.run(
+        [sys.executable, "leanrl/sweep.py", *map(str, words)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    if check is not None:
+        assert done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+def found_in(root, group="study"):
+    """{id: what the stand-in wrote}"""
+    return {
+        path.parts[-4]: json.loads(path.read_text())
+        for path in (root / "runs" / group).glob("*/runs/the_run/found.json")
+    }
+
+
+def states(root, group="study"):
+    files = (root / "runs" / group).glob("*/status.json")
+    return sorted(json.loads(path.read_text())["state"] for path in files)
+
+
+def test_hostile_values_arrive_as_they_are(place):
+    path = write_sweep(place, {"exp_name": HOSTILE})
+    call("run", path, "--workers", 4, check=0)
+    assert sorted(each["flags"]["exp-name"] for each in found_in(place).values()) == sorted(HOSTILE)
+    dry = call("run", path, "--dry-run", check=0).stdout
+    words = shlex.split(dry.partition("\n")[2])  # as a shell would
+    assert words == [w for v in HOSTILE for w in ("python", "leanrl/x.py", f"--exp-name={v}")]
+
+
+def test_a_failure_stops_no_other_and_is_named(place):
+    path = write_sweep(place, {"n": [1, 2, 3], "fails": [str(place / "mended"), "/"]})
+    done = call("run", path, "--workers", 2, check=1)
+    assert states(place) == ["failed"] * 3 + ["finished"] * 3
+    assert "3 failed" in done.stdout and "what went wrong" in done.stdout
+    assert "n=2, fails=" in done.stdout and "--retry-failed" in done.stdout
+    first = found_in(place)
+
+    done = call("run", path, check=1)  # nothing is left but what failed
+    assert states(place) == ["failed"] * 3 + ["finished"] * 3
+    assert "6 done before" in done.stdout
+
+    (place / "mended").touch()
+    done = call("run", path, "--retry-failed", check=0)
+    assert states(place) == ["finished"] * 6 and "3 done before" in done.stdout
+    assert {k: v for k, v in found_in(place).items() if k in first} == first
+    attempts = list((place / "runs/study").glob("*/attempts/1/stdout.log"))
+    assert len(attempts) == 3 and "what went wrong" in attempts[0].read_text()
+    call("run", path, check=0)
+
+
+def test_what_a_variant_leaves(place):
+    call("run", write_sweep(place, {"seed": [7], "compile": [True]}), check=0)
+    (folder,) = (path.parent for path in (place / "runs/study").glob("*/variant.json"))
+    about = json.loads((folder / "variant.json").read_text())
+    assert about["params"] == {"seed": 7, "compile": True}
+    assert about["command"] == "python leanrl/x.py --seed=7 --compile"
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "finished" and status["exit_status"] == 0
+    assert status["ended"] >= status["started"] and status["attempt"] == 1
+    assert (folder / "stdout.log").read_text() == "started\n"
+
+
+def test_cores_and_gpus_are_shared_out():
+    cores = len(os.sched_getaffinity(0))
+    assert sweep.slots(2, None, []) == [{"OMP_NUM_THREADS": str(max(1, cores // 2))}] * 2
+
+    def devices(*arguments):
+        return [slot["CUDA_VISIBLE_DEVICES"] for slot in sweep.slots(*arguments)]
+
+    assert devices(3, None, ["0", "1"]) == ["0", "1", "0"]
+    assert devices(9, 0.25, ["0"]) == devices(None, 0.25, ["0"]) == ["0"] * 4
+    assert devices(2, 0.25, ["0"]) == ["0"] * 2 and devices(None, None, ["0", "1"]) == ["0", "1"]
+    assert devices(9, 0.5, ["0", "1"]) == ["0", "1", "0", "1"]
+    assert devices(9, 1 / 3, ["0"]) == ["0"] * 3
+    assert devices(9, 2, ["0", "1", "2", "3", "4"]) == ["0,1", "2,3"]
+    for share, gpus in ((0, ["0"]), (-1, ["0"]), (1.5, ["0", "1"]), (1, []), (2, ["0"]), (0.5, [])):
+        with pytest.raises(sweep.SweepError, match="--gpus-per-run"):
+            sweep.slots(1, share, gpus)
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def alive(root):
+    """Processes that work in a variant's folder."""
+    found = []
+    for path in (root / "runs").glob("*/*/status.json"):
+        pid = json.loads(path.read_text())["pid"]
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                gone = file.read().rpartition(")")[2].split()[0] == "Z"
+            if not gone and os.readlink(f"/proc/{pid}/cwd") == str(path.parent):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def launch(path, *words):
+    return subprocess.Popen(
+        [sys.executable, "leanrl/sweep.py", "run", path, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_leaves_no_orphan_and_the_next_launch_goes_on(place, number):
+    path = write_sweep(place, {"n": [1, 2, 3], "sleep": [0.0, 30.0]})
+    launcher = launch(path, "--workers", "3")
+    wait_until(lambda: len(alive(place)) == 3 and "finished" in states(place))
+    finished = found_in(place)
+    launcher.send_signal(number)
+    _, error = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130 and "Traceback" not in error and "goes on" in error
+    assert not alive(place) and "stopped" in states(place) and "running" not in states(place)
+    sweep_again = write_sweep(place, {"n": [1, 2, 3], "sleep": [0.0]})
+    call("run", sweep_again, check=0)
+    assert {k: v for k, v in found_in(place).items() if k in finished} == finished
+    assert len(found_in(place)) == 3
+
+
+def test_a_launcher_that_is_killed_takes_its_runs_along(place):
+    path = write_sweep(place, {"n": [1, 2], "sleep": [0.5, 60.0]})
+    launcher = launch(path, "--workers", "2")
+    wait_until(lambda: states(place).count("finished") == 2 or len(alive(place)) == 2)
+    launcher.kill()
+    launcher.communicate()
+    wait_until(lambda: not alive(place))
+    assert "running" in states(place)  # nobody was left to say otherwise
+    short = write_sweep(place, {"n": [1, 2], "sleep": [0.5]})
+    call("run", short, check=0)
+    assert states(place).count("finished") == 2
+    said = call("jobs", check=0).stdout
+    assert said.count("finished") == 2 and "running" not in said
+
+
+def test_two_launchers_of_a_group_are_one_too_many(place):
+    path = write_sweep(place, {"n": [1], "sleep": [30.0]})
+    launcher = launch(path)
+    wait_until(lambda: alive(place))
+    done = call("run", path, check=2)
+    assert f"launched by process {launcher.pid}" in done.stderr
+    launcher.terminate()
+    launcher.communicate()
+
+
+# Commands
+
+
+def test_jobs_and_logs_and_stop(place):
+    path = write_sweep(place, {"n": [1, 2, 3], "sleep": [60.0]})
+    launcher = launch(path, "--workers", "2")
+    wait_until(lambda: len(alive(place)) == 2)
+    lines = call("jobs", check=0).stdout.splitlines()
+    assert len(lines) == 2 and all("running" in line and "--sleep=60.0" in line for line in lines)
+    one, other = (line.split()[0] for line in lines)
+
+    wait_until(lambda: call("logs", one).stdout == "started\n")
+    following = subprocess.Popen(
+        [sys.executable, "leanrl/sweep.py", "logs", "-f", one], stdout=subprocess.PIPE, text=True
+    )
+    assert following.stdout.readline() == "started\n" and following.poll() is None
+    assert "it names" in call("logs", "study", check=2).stderr
+    assert "it names none" in call("logs", "nothing", check=2).stderr
+
+    for answer in ("n\n", "no\n", "", "what\n"):
+        assert "nothing stopped" in call("stop", one, stdin=answer, check=1).stdout
+    assert len(alive(place)) == 2
+    assert "nothing that runs" in call("stop", "nothing", stdin="y\n", check=2).stderr
+    assert call("stop", one, stdin="Y\n", check=0).stdout.count("study/") == 1
+    wait_until(lambda: states(place) == ["running", "running", "stopped"])  # the third has begun
+    assert following.wait(timeout=30) == 0  # it ended, so following did
+    call("stop", "study", "--yes", check=0)  # and the launcher, with what is waiting
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 130 and not alive(place)
+    assert states(place) == ["stopped"] * 3
+
+
+def test_a_sweep_that_makes_no_sense_is_one_line(place):
+    for text, why in {
+        "params = {'a': [1]}": "assigns no 'script'",
+        "script = 'leanrl/x.py'": "assigns no 'params'",
+        "script = 'leanrl/gone.py'\nparams = {'a': [1]}": "no such file",
+        "script = 'leanrl/x.py'\nparams = {'a': 1}": "not a list",
+        "script = ": "line 1: invalid syntax",
+        "1 / 0": "ZeroDivisionError",
+        "script = 'leanrl/x.py'\ngroup = '../x'\nparams = {'a': [1]}": "only letters, digits",
+        "script = 'leanrl/x.py'\nparams = {'a': list(range(21))}": "21 variants, 20 at most",
+    }.items():
+        (place / "bad.py").write_text(text)
+        done = call("run", "bad.py", check=2)
+        assert why in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (place / "runs").exists()
+    assert "cannot read gone.py" in call("run", "gone.py", check=2).stderr
+    call("run", "bad.py", "--max-variants", "21", "--dry-run", check=0)
+    call("run", "bad.py", "--workers", "0", check=2)
+
+
+def test_ppo_runs_of_a_sweep(tmp_path, monkeypatch):
+    """Eight real short runs, one of which cannot work; plots find them."""
+    import run_dirs
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ppo.py").write_text(
+        "script = 'leanrl/ppo_continuous_action.py'\n"
+        "params = dict(seed=list(range(1, 9)), env_id=['Pendulum-v1'], num_steps=[64],\n"
+        "    num_minibatches=lambda seed: [4 if seed < 8 else 7], total_timesteps=[320])\n"
+    )
+    command = [sys.executable, ROOT / "leanrl/sweep.py", "run", "ppo.py", "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "1 failed" in done.stdout and "7 finished" in done.stdout
+    assert "seed=8" in done.stdout and "num_minibatches" in done.stdout
+    runs, skipped = run_dirs.read_runs([tmp_path / "runs/ppo"])
+    assert sorted(run.config["args"]["seed"] for run in runs) == list(range(1, 8))
+    assert len(skipped) == 1  # the one that failed, by its name
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 1 and "8 done before" in again.stdout

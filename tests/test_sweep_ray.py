@@ -1,0 +1,264 @@
+"""Sweeps on a Ray cluster: a real head on loopback, started and stopped by these tests alone."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_sweep import STAND_IN, alive, found_in, states, wait_until, write_sweep
+
+ray = pytest.importorskip("ray")
+TOKEN = "0123456789abcdef" * 4
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def head():
+    """A head with two cores; its processes are a group, which ends with the tests."""
+    port, dashboard, client = free_ports(3)
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets want short paths
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # every node is 127.0.0.1
+    programs = Path(sys.executable).parent
+    environment |= {"PATH": f"{programs}:{os.environ['PATH']}"}
+    command = [str(programs / "ray"), "start", "--head", "--block"]
+    command += ["--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--num-gpus=0"]
+    command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    command += [f"--ray-client-server-port={client}", f"--temp-dir={folder}/ray"]
+    command += ["--object-store-memory=100000000", "--disable-usage-stats"]
+    log = open(f"{folder}/head.log", "wb")
+    process = subprocess.Popen(
+        command, env=environment, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            assert process.poll() is None, Path(log.name).read_text()
+            assert time.monotonic() < deadline, Path(log.name).read_text()
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", dashboard)) == 0:
+                    break
+            time.sleep(0.2)
+        yield {"address": f"127.0.0.1:{port}", "environment": environment, "pid": process.pid}
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    root = tmp_path / "a place"
+    (root / "leanrl").mkdir(parents=True)
+    (root / "requirements").mkdir()
+    shutil.copy(ROOT / "leanrl/sweep.py", root / "leanrl")
+    shutil.copy(ROOT / "requirements/requirements-ray.txt", root / "requirements")
+    (root / "leanrl/x.py").write_text(STAND_IN)
+    monkeypatch.chdir(root)
+    return root
+
+
+def call(head, *words, stdin="", check=None):
+    done = subprocess.run(
+        [sys.executable, "leanrl/sweep.py", *map(str, words)],
+        input=stdin,
+        env=head["environment"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    if check is not None:
+        assert done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+def on_ray(head, *words):
+    return [*words, "--launcher", "ray", "--address", head["address"]]
+
+
+def launch(head, path, *words):
+    return subprocess.Popen(
+        [sys.executable, "leanrl/sweep.py", *on_ray(head, "run", path, "--yes"), *words],
+        env=head["environment"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ray_makes_what_the_launcher_here_makes(head, place):
+    """Same variants, folders and files; what failed is named; nothing finished runs again."""
+    params = {"n": [1, 2], "exp_name": ["a b", "$(x); 'y'\n--z"], "fails": [f"{place}/mended", "/"]}
+    path = write_sweep(place, params)
+    done = call(head, *on_ray(head, "run", path, "--yes"), check=1)
+    assert "8 variants, 0 done before" in done.stdout and "8/8" in done.stdout
+    assert states(place) == ["failed"] * 4 + ["finished"] * 4
+    assert "what went wrong" in done.stdout and "4 failed" in done.stdout
+    with_ray = found_in(place)
+
+    (place / "runs").rename(place / "with ray")
+    call(head, "run", path, "--workers", 2, check=1)
+    locally = found_in(place)
+    assert {k: v["flags"] for k, v in locally.items()} == {
+        k: v["flags"] for k, v in with_ray.items()
+    }
+    for folder in ("with ray/study", "runs/study"):
+        names = {p.name for p in (place / folder).glob("*/*")}
+        assert names == {"variant.json", "status.json", "stdout.log", "runs"}
+
+    (place / "mended").touch()
+    done = call(head, *on_ray(head, "run", path, "--yes"), check=1)
+    assert "8 done before" in done.stdout and "8/8" not in done.stdout
+    done = call(head, *on_ray(head, "run", path, "--yes", "--retry-failed"), check=0)
+    assert "4/4" in done.stdout and states(place) == ["finished"] * 8
+
+
+def test_it_asks_before_it_launches(head, place):
+    path = write_sweep(place, {"n": [1]})
+    for answer in ("n\n", "", "what\n"):
+        assert "nothing launched" in call(head, *on_ray(head, "run", path), stdin=answer).stderr
+    assert not states(place)
+    call(head, *on_ray(head, "run", path), stdin="Y\n", check=0)
+
+
+def test_a_killed_launcher_is_followed_again(head, place):
+    path = write_sweep(place, {"n": [1, 2, 3], "sleep": [3.0]})
+    launcher = launch(head, path)
+    wait_until(lambda: len(alive(place)) == 2, 60)
+    launcher.kill()
+    launcher.communicate()
+    assert len(alive(place)) == 2  # the job goes on
+    done = call(head, *on_ray(head, "run", path, "--yes"), check=0)
+    assert "at work already" in done.stdout and "3/3" in done.stdout
+    statuses = [json.loads(p.read_text()) for p in (place / "runs/study").glob("*/status.json")]
+    assert [status["attempt"] for status in statuses] == [1, 1, 1]
+
+
+def test_a_killed_worker_loses_no_run(head, place):
+    path = write_sweep(place, {"n": [1, 2], "sleep": [4.0]})
+    launcher = launch(head, path)
+    wait_until(lambda: len(alive(place)) == 2, 60)
+    victim = alive(place)[0]
+    with open(f"/proc/{victim}/stat") as file:
+        worker = int(file.read().rpartition(")")[2].split()[1])
+    os.kill(worker, signal.SIGKILL)
+    out, error = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, out + error
+    statuses = [json.loads(p.read_text()) for p in (place / "runs/study").glob("*/status.json")]
+    assert sorted(status["attempt"] for status in statuses) == [1, 2]
+    assert len(found_in(place)) == 2
+
+
+def test_jobs_logs_and_stop(head, place):
+    path = write_sweep(place, {"n": [1, 2, 3], "sleep": [60.0]}, name="long")
+    launcher = launch(head, path)
+    wait_until(lambda: len(alive(place)) == 2, 60)
+    address = ["--address", head["address"]]
+    said = call(head, "jobs", *address, check=0).stdout
+    (job,) = (line.split()[0] for line in said.splitlines() if "running" in line and "Ray" in line)
+    assert job.startswith("long-") and said.count("long/") == 2
+
+    one = next(line.split()[0] for line in said.splitlines() if line.startswith("long/"))
+    following = subprocess.Popen(
+        [sys.executable, "leanrl/sweep.py", "logs", "-f", one],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert following.stdout.readline() == "started\n"
+    for answer in ("n\n", ""):
+        done = call(head, "stop", "long", *address, stdin=answer, check=1)
+        assert "nothing stopped" in done.stdout and job in done.stdout
+    assert len(alive(place)) == 2
+    call(head, "stop", "long", *address, stdin="y\n", check=0)
+    assert not alive(place) and states(place, "long") == ["stopped"] * 2
+    assert following.wait(timeout=30) == 0
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    said = call(head, "jobs", *address, check=0).stdout
+    assert f"{job}  stopped" in said
+    assert call(head, "logs", job, *address, check=0).returncode == 0
+    assert "nothing that runs" in call(head, "stop", "long", *address, stdin="y\n", check=2).stderr
+
+
+def test_a_cluster_with_files_of_its_own(head, place):
+    """The code is shipped, the head keeps the runs, sync fetches them."""
+    path = write_sweep(place, {"n": [1, 2]}, name="shipped")
+    done = call(head, *on_ray(head, "run", path, "--yes", "--ship"), check=0)
+    assert "sync shipped" in done.stdout and "ray down" in done.stdout
+    assert not found_in(place, "shipped")
+    done = call(head, "sync", "shipped", "--address", head["address"], check=0)
+    assert "2 fetched, 0 were here" in done.stdout
+    assert len(found_in(place, "shipped")) == 2 and states(place, "shipped") == ["finished"] * 2
+    done = call(head, "sync", "shipped", "--address", head["address"], check=0)
+    assert "0 fetched, 2 were here" in done.stdout
+    assert "kept nothing" in call(head, "sync", "gone", "--address", head["address"]).stderr
+
+
+def test_doctor(head, place):
+    done = call(head, "doctor", "--address", head["address"], check=0)
+    assert "problem" not in done.stdout and "2 CPUs, 0 GPUs" in done.stdout
+    assert "Ray is not asked for" in call(head, "doctor", check=0).stdout
+    (port,) = free_ports(1)
+    done = call(head, "doctor", "--address", f"127.0.0.1:{port}", check=1)
+    assert "problem  job server: no Ray cluster at" in done.stdout
+    without = head | {"environment": {**head["environment"], "RAY_AUTH_MODE": "disabled"}}
+    done = call(without, "doctor", "--address", head["address"], check=1)
+    assert "problem  authentication" in done.stdout
+    path, nobody = write_sweep(place, {"n": [1]}), {"address": f"127.0.0.1:{port}"}
+    done = call(head, *on_ray(nobody, "run", path, "--yes"), check=2)
+    assert "no Ray cluster at" in done.stderr and not states(place)
+
+
+def test_nothing_listens_beyond_loopback(head):
+    """Every port that the head and its descendants listen on is loopback's."""
+    parents = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(process.name)] = int(
+                (process / "stat").read_text().rpartition(")")[2].split()[1]
+            )
+        except OSError:
+            continue
+    mine, sockets = {head["pid"]}, set()
+    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    for pid in mine:
+        try:
+            sockets |= {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        except OSError:
+            continue
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:  # listens
+                addresses.append(fields[1].split(":")[0])
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert len(addresses) > 3 and set(addresses) <= loopback
