@@ -9,6 +9,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
+import readme
 import torch
 from conftest import ROOT
 
@@ -20,8 +21,12 @@ SCRIPTS = {
     for path in sorted((ROOT / "leanrl").glob("*.py"))
     if path.name not in NOT_SCRIPTS
 }
+PROGRAMS = ("ablation", "curves", "field", "overhead", "readme", "speedup")
 OTHER_FLAGS = {
-    "--algorithm",
+    "--generate",  # Ray's
+    "--head",
+    "--node-ip-address",
+    "--dashboard-host",
     "--help",
     "--logdir",
     "--stamp",
@@ -59,17 +64,42 @@ def flags_of(module) -> set[str]:
 
 def test_flags_exist():
     known = OTHER_FLAGS.union(*(flags_of(module) for module in SCRIPTS.values()))
+    for program in ("leanrl/sweep.py", *(f"plots/{name}.py" for name in PROGRAMS)):
+        known |= set(re.findall(r"\"(--[a-z-]+)\"", (ROOT / program).read_text()))
     unknown = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", README)) - known
     assert not unknown
 
 
-@pytest.mark.parametrize("line", re.findall(r"python leanrl/(?!stopwatch)\S+\.py.*", README))
+@pytest.mark.parametrize("line", re.findall(r"python leanrl/(?!stopwatch|sweep)\S+\.py.*", README))
 def test_commands_parse(line):
     """Each command of README names a script and flags that the script has."""
     script, *words = line.split("#")[0].strip("`").split()[1:]
     module = SCRIPTS[script.removeprefix("leanrl/").removesuffix(".py")]
     for flag in (word for word in words if word.startswith("--")):
         assert flag in flags_of(module) | {"--help"}, f"{flag} in {line!r}"
+
+
+def test_numbers_are_those_of_the_records():
+    """README as it is, and as plots/readme.py would write it."""
+    assert set(re.findall(r"<!-- record: (\w+) -->", README)) == set(readme.REGIONS)
+    for region in readme.REGION.finditer(README):
+        assert region[3] == readme.REGIONS[region[2]](), f"{region[2]}: run plots/readme.py"
+
+
+def test_no_measured_number_stands_outside_of_the_regions():
+    prose = re.sub(r"```.*?```", "", readme.REGION.sub("", README), flags=re.DOTALL)
+    prose = prose.replace("bash run.sh          # sets up", "")
+    assert len(prose) < len(README) - 3000
+    claims = r"\d[\d,.]*x\b|\d[\d,.]*( [kM])? steps/s|\d[\d,.]* (us|ms|MB|GB)\b|\d[\d.]*%"
+    found = [match[0] for match in re.finditer(claims, prose)]
+    assert found == ["95%"]  # of the interval of curves
+
+
+def test_the_words_that_find_a_trick_find_it():
+    sources = {path.name: path.read_text() for path in (ROOT / "leanrl").glob("*_torchcompile.py")}
+    for (algorithm, _), (_, words) in readme.TRICKS.items():
+        name = f"{algorithm}_continuous_action_torchcompile.py"
+        assert words in sources[name], f"{words!r} is not in {name}"
 
 
 def blocks(language: str) -> list[str]:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import run_dirs
 from conftest import ROOT
 from test_sweep import STAND_IN, alive, found_in, states, wait_until, write_sweep
 
@@ -138,6 +139,49 @@ def test_ray_makes_what_the_launcher_here_makes(head, place):
     assert "8 done before" in done.stdout and "8/8" not in done.stdout
     done = call(head, *on_ray(head, "run", path, "--yes", "--retry-failed"), check=0)
     assert "4/4" in done.stdout and states(place) == ["finished"] * 8
+
+
+def test_real_runs_are_the_same_here_and_there(head, tmp_path, monkeypatch):
+    """Eight short PPO runs, one of which cannot work: same folders, returns and losses."""
+    monkeypatch.chdir(tmp_path)
+    Path("ppo.py").write_text(
+        "script = 'leanrl/ppo_continuous_action.py'\n"
+        "params = dict(seed=list(range(1, 9)), env_id=['Pendulum-v1'], num_steps=[256],\n"
+        "    num_minibatches=lambda seed: [4 if seed < 8 else 7], total_timesteps=[768])\n"
+    )
+    program, found = [sys.executable, str(ROOT / "leanrl/sweep.py"), "run", "ppo.py"], {}
+    for place, words in (
+        ("here", ["--workers", "2"]),
+        ("there", ["--launcher", "ray", "--address", head["address"], "--yes"]),
+    ):
+        done = subprocess.run(
+            [*program, *words], env=head["environment"], capture_output=True, text=True
+        )
+        assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout + done.stderr
+        runs, skipped = run_dirs.read_runs([Path("runs/ppo")])
+        assert len(runs) == 7 and len(skipped) == 1
+        tags = ["charts/episodic_return", "losses/policy_loss", "losses/value_loss"]
+        found[place] = {
+            run.path.parts[-3]: {
+                tag: (series.steps.tolist(), series.values.tolist())
+                for tag, series in run_dirs.read_series(run.path, tags).items()
+            }
+            for run in runs
+        }
+        Path("runs").rename(place)
+    assert found["here"] == found["there"]
+    assert all(len(metrics) == 3 for metrics in found["here"].values())
+
+
+def test_the_template_of_a_cluster_is_one():
+    """Ray's own schema, and the promise that idle workers end."""
+    import yaml
+    from ray.autoscaler._private.util import validate_config
+
+    config = yaml.safe_load((ROOT / "leanrl/sweeps/cluster.yaml").read_text())
+    validate_config(config)
+    assert config["available_node_types"]["worker"]["min_workers"] == 0
+    assert config["idle_timeout_minutes"] <= 5 and not config["provider"]["cache_stopped_nodes"]
 
 
 def test_it_asks_before_it_launches(head, place):
