@@ -184,7 +184,7 @@ class Stopwatch:
 
     __slots__ = ("clock", "contexts", "current", "around", "__dict__")  # slots: looked up faster
 
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=1000, trace_iterations=20):
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
         if mode not in ("off", "time", "trace"):
             raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
         self.device, self.mode, self.clock = device, mode, time.perf_counter

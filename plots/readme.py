@@ -143,7 +143,8 @@ def field() -> str:
             with_range(rows[e]["sps_steady"], "median") if e in rows else "-" for e in entrants
         ]
         rounds = str(rows["LeanRL baseline"]["runs"])
-        table.append([name.upper().replace("_", " "), *cells, f"**{ratio(best):.2f}x**", rounds])
+        title = name.upper().replace("_ATARI", " for Atari")
+        table.append([title, *cells, f"**{ratio(best):.2f}x**", rounds])
     said = "Environment steps/s: median and range of rounds in turns (`*_field_cpu.md`; "
     said += "`bash run.sh field --algorithm td3` makes such a record). Atari with "
     said += "`--channels-last`, and its Stable-Baselines3 on that library's own environments."

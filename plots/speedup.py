@@ -45,8 +45,8 @@ from run_dirs import FREE_ARGS, ROWS, VARIANT, Run, incomparable, read_run, read
 ROOT = run_dirs.ROOT
 QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
 SHORT = {  # flags of a run that is just long enough for the steady window and the trace
-    "sac_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1500},
-    "td3_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1500},
+    "sac_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1000},
+    "td3_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1000},
     "ppo_continuous_action": {"--total-timesteps": 8 * 2048},
     "ppo_atari_envpool": {"--total-timesteps": 8 * 8 * 128},
     "ppo_cartpole_gpu": {"--total-timesteps": 8 * 4096 * 32},
