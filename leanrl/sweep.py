@@ -604,6 +604,9 @@ def drive(options: argparse.Namespace) -> int:
     runs.mkdir(parents=True, exist_ok=True)
     os.chdir(runs.parent)  # where RUNS is
     ray.init(address="auto", log_to_driver=False)
+    found = ray.cluster_resources().get("GPU", 0)
+    if spec["gpus"] > found:  # an autoscaler may bring some
+        print(f"the cluster has {found:g} GPUs now: runs wait for {spec['gpus']:g}", flush=True)
     task = ray.remote(num_cpus=spec["cpus"], num_gpus=spec["gpus"], max_retries=RETRIES)(run_task)
     variants = [Variant(spec["group"], script, params) for script, params in spec.pop("variants")]
     with locked(spec["group"]):

@@ -130,6 +130,11 @@ def merge(before: list[dict], pairs: dict[tuple[str, str], list[dict]], command:
     return record | {"rows": summarize(grouped), "pairs": kept}
 
 
+def short(x: float) -> str:
+    """Four digits, and never 1e+04."""
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+
+
 def cells(rows: list[dict]) -> list[list[str]]:
     table = [["script", "row", "off us", "with us", "corrected us", "bias", "min-max", "seeds"]]
     for row in rows:
@@ -137,7 +142,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
         times = [row[name] for name in ("off_seconds", "on_seconds", "corrected_seconds")]
         table.append(
             [row["script"], row["row"]]
-            + [f"{1e6 * seconds:,.4g}" for seconds in times]
+            + [short(1e6 * seconds) for seconds in times]
             + [f"{bias['mean']:+.1%}", f"{bias['min']:+.1%} to {bias['max']:+.1%}"]
             + [str(row["seeds"])]
         )

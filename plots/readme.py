@@ -208,12 +208,14 @@ def breakdown() -> str:
 
 
 def overhead() -> str:
+    from overhead import short
+
     found = record("overhead_cpu")
     table = [["script", "row", "without us", "with us", "corrected us", "bias", "range"]]
     for row in found["rows"]:
         times = [row[name] for name in ("off_seconds", "on_seconds", "corrected_seconds")]
         bias = row["bias"]
-        cells = [f"`{row['script']}`", row["row"], *(f"{1e6 * t:,.4g}" for t in times)]
+        cells = [f"`{row['script']}`", row["row"], *(short(1e6 * t) for t in times)]
         cells += [f"{bias['mean']:+.1%}", f"{bias['min']:+.1%} to {bias['max']:+.1%}"]
         table.append(cells)
     worst = max(abs(row["bias"]["mean"]) for row in found["rows"])

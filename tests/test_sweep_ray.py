@@ -265,6 +265,19 @@ def test_a_cluster_with_files_of_its_own(head, place):
     assert "kept nothing" in call(head, "sync", "gone", "--address", head["address"]).stderr
 
 
+def test_runs_that_wait_for_gpus_say_so(head, place):
+    launcher = launch(head, write_sweep(place, {"n": [1]}, name="gpus"), "--gpus-per-run", "0.5")
+    said = ""
+    while "GPUs now" not in said:
+        line = launcher.stdout.readline()
+        assert line, "it ended"
+        said += line
+    assert "the cluster has 0 GPUs now: runs wait for 0.5" in said
+    call(head, "stop", "gpus", "--address", head["address"], "--yes", check=0)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+
+
 def test_doctor(head, place):
     done = call(head, "doctor", "--address", head["address"], check=0)
     assert "problem" not in done.stdout and "2 CPUs, 0 GPUs" in done.stdout
