@@ -81,7 +81,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = "runs"
 MOST_VARIANTS = 20
-GRACE = 20  # seconds that a run has to close its files
+GRACE = 20  # seconds that a run has to close its files, and a head to answer
 POLL = 0.05  # seconds between two looks at the running ones
 RETRIES = 2  # of a task whose worker process died
 NOT_FOR_RUNS = ("RAY_AUTH_TOKEN", "LEANRL_SWEEP")  # in the environment of what starts them
@@ -558,16 +558,22 @@ def run_ray(sweep: Sweep, todo: list[Variant], options: argparse.Namespace) -> s
             token.parent.mkdir(parents=True, exist_ok=True)
             token.touch()
         packed = base64.b64encode(zlib.compress(json.dumps(spec).encode())).decode()
-        try:
-            client.submit_job(
-                entrypoint=shlex.join([*program, "drive"]),
-                submission_id=name,
-                metadata={"sweep": sweep.group, "variants": str(len(todo))},
-                runtime_env=runtime | {"env_vars": {"LEANRL_SWEEP": packed}},
-            )
-        except Exception as error:
-            token.unlink(missing_ok=True)
-            raise SweepError(f"the cluster refuses the job: {one_line(error)}") from None
+        deadline = time.monotonic() + GRACE
+        while True:
+            try:
+                client.submit_job(
+                    entrypoint=shlex.join([*program, "drive"]),
+                    submission_id=name,
+                    metadata={"sweep": sweep.group, "variants": str(len(todo))},
+                    runtime_env=runtime | {"env_vars": {"LEANRL_SWEEP": packed}},
+                )
+                break
+            except Exception as error:
+                if "try again later" not in str(error) or time.monotonic() > deadline:
+                    token.unlink(missing_ok=True)
+                    reason = one_line(error)
+                    raise SweepError(f"the cluster refuses the job: {reason}") from None
+                time.sleep(1)  # a head that has just started
     print(f"job {name}; python leanrl/sweep.py logs -f {name} --address {options.address}")
     return follow_job(client, name)
 
