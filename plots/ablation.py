@@ -244,16 +244,8 @@ def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dic
     stem = f"ablation-{options.algorithm}-{options.row}-{number}-seed-{seed}"
     log = options.out / "logs" / f"{stem}.log"
     command = [sys.executable, "plots/ablation.py", "--algorithm", options.algorithm]
-    command += [
-        "--row",
-        options.row,
-        "--worker",
-        trick,
-        "--seed",
-        str(seed),
-        "--steps",
-        str(options.steps),
-    ]
+    command += ["--row", options.row, "--worker", trick]
+    command += ["--seed", str(seed), "--steps", str(options.steps)]
     status = speedup.run_logged(command, log, progress)
     try:
         if status:

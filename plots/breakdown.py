@@ -30,7 +30,7 @@ import curves
 import matplotlib.pyplot as plt
 import run_dirs
 from matplotlib.patches import Patch
-from run_dirs import FREE_ARGS, ROOT, ROWS, Run, label, per_step, read_runs, shown
+from run_dirs import FREE_ARGS, ROOT, ROWS, Run, label, per_step, read_runs, short, shown
 
 LAYERS = {  # field of the trace -> name, hatch
     "simulator_s": ("simulator", ""),
@@ -87,11 +87,6 @@ def reduce(run: Run) -> dict:
         # None where acting and simulation are one function
         "simulation_share": sum(cells["simulation"].values()) / total if acts else None,
     }
-
-
-def short(x: float) -> str:
-    """Three digits, and never 1e+03."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def mean(rows: list[dict]) -> dict:

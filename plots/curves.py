@@ -86,10 +86,15 @@ def on_grid(grid: np.ndarray, x: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.interp(grid, x, values, left=np.nan, right=np.nan)
 
 
-def union_grid(xs: list[np.ndarray]) -> np.ndarray:
-    """Every x of every run, thinned to POINTS of them: (n,) each -> (g,)."""
+def union_grid(xs: list[np.ndarray], most: int = POINTS) -> np.ndarray:
+    """Every x of every run, thinned to `most` of them: (n,) each -> (g,)."""
     grid = np.unique(np.concatenate(xs))
-    return grid[np.unique(np.linspace(0, len(grid) - 1, POINTS).round().astype(int))]
+    return grid[thinned(len(grid), most)]
+
+
+def thinned(count: int, most: int) -> np.ndarray:
+    """Up to `most` of `count` indices, evenly, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, most).round().astype(int))
 
 
 def mean_of_known(curves: np.ndarray) -> np.ndarray:

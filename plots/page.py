@@ -17,6 +17,7 @@ from curves import (
     name_of,
     on_grid,
     styles,
+    thinned,
     union_grid,
 )
 
@@ -111,15 +112,9 @@ def numbers(values: np.ndarray) -> list:
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
 
 
-def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    keep = np.unique(np.linspace(0, len(x) - 1, POINTS).round().astype(int))
-    return x[keep], y[keep]
-
-
 def one_axis(curves: dict[str, tuple]) -> dict:
     """A line over one axis: mean, every band, every run."""
-    grid = union_grid([x for x, _ in curves.values()])
-    grid = grid[np.unique(np.linspace(0, len(grid) - 1, POINTS).round().astype(int))]
+    grid = union_grid([x for x, _ in curves.values()], POINTS)
     values = np.array([on_grid(grid, *each) for each in curves.values()])
     bands = {}
     for kind in BAND_NAMES:
@@ -128,8 +123,8 @@ def one_axis(curves: dict[str, tuple]) -> dict:
             bands[kind] = {"low": numbers(low), "high": numbers(high)}
     runs = []
     for name, (x, y) in curves.items():
-        x, y = thinned(x, y)
-        runs.append({"name": Path(name).name, "x": numbers(x), "y": numbers(y)})
+        keep = thinned(len(x), POINTS)
+        runs.append({"name": Path(name).name, "x": numbers(x[keep]), "y": numbers(y[keep])})
     mean = numbers(mean_of_known(values))
     return {"x": numbers(grid), "mean": mean, "bands": bands, "runs": runs}
 

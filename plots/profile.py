@@ -17,15 +17,8 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from run_dirs import as_text, per_step, read_json, shown
+from run_dirs import CPU_LAYERS, as_text, per_step, read_json, short, shown
 
-LAYERS = {
-    "simulator_s": "simulator",
-    "python_s": "Python",
-    "backend_s": "backend",
-    "cuda_launch_s": "CUDA API",
-    "cuda_wait_s": "waiting",
-}
 SHORT_OPERATOR = 20e-6  # seconds; below it an operator costs what its dispatch costs
 NOTHING = 0.02  # of the time; a finding that could gain less is not worth reading
 REQUIRED = ("sps_steady", "stages", "window", "gpu")
@@ -50,10 +43,6 @@ def read(path: Path) -> dict:
     return report
 
 
-def short(x: float) -> str:
-    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
-
-
 def microseconds(seconds: float) -> str:
     return f"{short(seconds * 1e6)} us"
 
@@ -61,13 +50,13 @@ def microseconds(seconds: float) -> str:
 def table(stages: dict[str, dict[str, float]]) -> list[list[str]]:
     """Stage x layer, what nobody measured left out."""
     total = sum(fields["total"] for fields in stages.values())
-    layers = [name for name in LAYERS if any(fields.get(name) for fields in stages.values())]
+    layers = [name for name in CPU_LAYERS if any(fields.get(name) for fields in stages.values())]
     extra = {"gpu_s": "GPU", "gpu_overlap_s": "beside GPU"}
     extra = {k: v for k, v in extra.items() if any(k in fields for fields in stages.values())}
     counts = {"backend_calls": "operators", "kernel_launches": "launches"}
     counts |= {"graph_replays": "replays"}
     counts = {k: v for k, v in counts.items() if any(k in fields for fields in stages.values())}
-    heading = ["us per step", *(LAYERS[name] for name in layers), "total", "share"]
+    heading = ["us per step", *(CPU_LAYERS[name] for name in layers), "total", "share"]
     rows = [[*heading, *extra.values(), *counts.values()]]
     whole: dict[str, float] = {}
     for fields in stages.values():

@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from run_dirs import ROOT, ROWS, VARIANT, as_markdown
+from run_dirs import ROOT, ROWS, VARIANT, as_markdown, short
 
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -88,13 +88,9 @@ def record(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
-
-
 def with_range(spread: dict, middle: str = "mean") -> str:
-    low, high = number(spread["min"]), number(spread["max"])
-    return f"{number(spread[middle])} ({low}-{high})"
+    low, high = short(spread["min"]), short(spread["max"])
+    return f"{short(spread[middle])} ({low}-{high})"
 
 
 def where(machine: dict) -> str:
@@ -208,20 +204,12 @@ def breakdown() -> str:
 
 
 def overhead() -> str:
-    from overhead import short
+    from overhead import cells
 
-    found = record("overhead_cpu")
-    table = [["script", "row", "without us", "with us", "corrected us", "bias", "range"]]
-    for row in found["rows"]:
-        times = [row[name] for name in ("off_seconds", "on_seconds", "corrected_seconds")]
-        bias = row["bias"]
-        cells = [f"`{row['script']}`", row["row"], *(short(1e6 * t) for t in times)]
-        cells += [f"{bias['mean']:+.1%}", f"{bias['min']:+.1%} to {bias['max']:+.1%}"]
-        table.append(cells)
-    worst = max(abs(row["bias"]["mean"]) for row in found["rows"])
-    said = f"{found['rows'][0]['seeds']} seeds each; the largest mean bias is {worst:.1%} "
-    said += "(`overhead_cpu.md`)."
-    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
+    rows = record("overhead_cpu")["rows"]
+    worst = max(abs(row["bias"]["mean"]) for row in rows)
+    said = f"The largest mean bias is {worst:.1%} (`overhead_cpu.md`)."
+    return f"{as_markdown(cells(rows), labels=2)}\n\n{said}\n"
 
 
 def learning() -> str:
@@ -260,12 +248,12 @@ def learning() -> str:
 
 def environments() -> str:
     """Steps/s of environments alone, and what training gets of them."""
+    import env_scaling
     from env_scaling import (
         STEP_BYTES,
         describe_turning,
         distinct,
         medians,
-        short,
         turning_point,
     )
 
@@ -274,11 +262,11 @@ def environments() -> str:
     table = [["environments", *(f"{n:,}" for n in shown), "turning point"]]
     for arm in distinct(part["rows"], "arm"):
         seconds = medians(part["rows"], arm=arm)
-        line = [arm, *(short(n / seconds[n]) if n in seconds else "-" for n in shown)]
+        line = [arm, *(env_scaling.short(n / seconds[n]) if n in seconds else "-" for n in shown)]
         fit = turning_point(list(seconds), list(seconds.values())) if len(seconds) > 2 else None
         table.append([*line, describe_turning(fit, list(seconds)) if fit else "-"])
     most = found["limits"]["devices"]["cpu"]["bytes_per_second"] / STEP_BYTES
-    said = f"Memory allows {short(most)} steps/s; processes end at 32."
+    said = f"Memory allows {env_scaling.short(most)} steps/s; processes end at 32."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 

@@ -32,7 +32,13 @@ ROWS = {  # name -> flags of the variant; the baseline is another file
 # what may differ between runs of one table: the rest of args are settings that must agree
 FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
 FREE_ARGS |= {"wandb_entity", "stopwatch"}
-CPU_LAYERS = ("simulator_s", "python_s", "backend_s", "cuda_launch_s", "cuda_wait_s")
+CPU_LAYERS = {  # of a trace: field -> title
+    "simulator_s": "simulator",
+    "python_s": "Python",
+    "backend_s": "backend",
+    "cuda_launch_s": "CUDA API",
+    "cuda_wait_s": "waiting",
+}
 
 
 @dataclass
@@ -253,6 +259,11 @@ def describe(machine: dict) -> list[str]:
 
 
 # Reports
+
+
+def short(x: float) -> str:
+    """Three digits or all before the point, and never 1e+03."""
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
 def as_text(table: list[list[str]], labels: int) -> str:
