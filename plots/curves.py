@@ -92,6 +92,11 @@ def union_grid(xs: list[np.ndarray], most: int = POINTS) -> np.ndarray:
     return grid[thinned(len(grid), most)]
 
 
+def with_middles(grid: np.ndarray) -> np.ndarray:
+    """`grid` and the middles between its points, where a gap between two runs shows."""
+    return np.sort(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]))
+
+
 def thinned(count: int, most: int) -> np.ndarray:
     """Up to `most` of `count` indices, evenly, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, most).round().astype(int))
@@ -323,7 +328,7 @@ def tidy(ax) -> None:
 
 def draw_band(ax, curves: list[tuple], kind: str, look: dict) -> tuple[float, float]:
     """A line of the mean, its band and each run, from (x, y) each -> the line's end."""
-    grid = union_grid([x for x, _ in curves])
+    grid = with_middles(union_grid([x for x, _ in curves]))
     values = np.array([on_grid(grid, *each) for each in curves])
     mean = mean_of_known(values)
     look = look | {"marker": "o" if len(grid) == 1 else None}  # one value is a point

@@ -19,6 +19,7 @@ from curves import (
     styles,
     thinned,
     union_grid,
+    with_middles,
 )
 
 POINTS = 300  # of a line; a page must open at once
@@ -114,7 +115,7 @@ def numbers(values: np.ndarray) -> list:
 
 def one_axis(curves: dict[str, tuple]) -> dict:
     """A line over one axis: mean, every band, every run."""
-    grid = union_grid([x for x, _ in curves.values()], POINTS)
+    grid = with_middles(union_grid([x for x, _ in curves.values()], POINTS))
     values = np.array([on_grid(grid, *each) for each in curves.values()])
     bands = {}
     for kind in BAND_NAMES:

@@ -230,6 +230,13 @@ def test_curves_are_compared_wherever_one_has_a_value():
     assert ends.tolist() == [0, 4999]
 
 
+def test_no_line_joins_two_runs_with_a_gap_between_them():
+    grid = curves.with_middles(curves.union_grid([np.array([1.0, 2.0]), np.array([6.0, 7.0])]))
+    both = [([1.0, 2.0], [5.0, 6.0]), ([6.0, 7.0], [5.0, 6.0])]
+    values = np.array([curves.on_grid(grid, np.array(x), np.array(y)) for x, y in both])
+    np.testing.assert_array_equal(curves.mean_of_known(values), [5, 5.5, 6, np.nan, 5, 5.5, 6])
+
+
 def test_any_metric_is_an_axis(sweep_runs):
     (path,) = list(sweep_runs.glob("id0/runs/*"))
     series = run_dirs.read_series(path, ["charts/episodic_return", "losses/entropy"])
