@@ -1,0 +1,1511 @@
+"""Proximal Policy Optimization (PPO) for Atari on several GPUs, with torch.compile and CUDA graphs.
+
+    S=leanrl/ppo_atari_envpool_multigpu_torchcompile.py
+    torchrun --standalone --nproc-per-node 2 $S --compile --cudagraphs
+    torchrun --standalone --nproc-per-node 2 $S --compile --bf16 --channels-last --overlap
+    python $S --compile                 # one process, without torchrun
+    python $S --help                    # every flag
+
+The algorithm is that of its twin, ppo_atari_envpool_multigpu.py, which says what several processes
+do and how to start them on several nodes; the hunks that differ start with `# speed:` and say what
+they buy, the rest is the same to the letter. Without a CUDA device --cudagraphs says so in one line
+and the run goes on. The first rollouts pay for compilation in every process: seconds, reported as
+warm-up, fewer with a warm cache.
+
+Measured: not measured on GPUs.
+"""
+
+# speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
+import difflib
+import importlib.util
+import json
+import math
+import os
+import platform
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import tqdm
+import tyro
+from tensordict.nn import CudaGraphModule
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    """name of this experiment, part of the run directory's name"""
+    seed: int = 1
+    """seed of the environments and of every random generator"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
+    cuda: bool = True
+    """train on CUDA where there is a device"""
+    track: bool = False
+    """also send the run to Weights & Biases"""
+    wandb_project_name: str = "leanRL"
+    """the wandb project"""
+    wandb_entity: str | None = None
+    """the wandb team"""
+    capture_video: bool = False
+    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
+    save_model: bool = False
+    """write checkpoint.pt at the end of the run"""
+    checkpoint_every: int = 0
+    """also write it every so many environment steps; 0: never"""
+    resume: str | None = None
+    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
+    eval_every: int = 0
+    """evaluate every so many environment steps, and at the end; 0: never"""
+    eval_episodes: int = 10
+    """episodes per evaluation, each in an environment of its own"""
+    stopwatch: Literal["off", "time", "trace"] = "time"
+    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+
+    # speed: each works alone, together and not at all
+    compile: bool = False
+    """compile acting and learning with torch.compile"""
+    cudagraphs: bool = False
+    """replay acting, the advantages, gradients and steps as CUDA graphs"""
+    bf16: bool = False
+    """compute the network in bfloat16; weights, losses and optimizer stay float32"""
+    channels_last: bool = False
+    """keep images and convolutions in the order height, width, channel"""
+    overlap: bool = False
+    """let one half of the environments play on while the policy looks at the other half"""
+
+    env_id: str = "Breakout-v5"
+    """id of the game in EnvPool"""
+    total_timesteps: int = 10_000_000
+    """environment steps of the whole run, over all environments; rounded down to whole rollouts"""
+    learning_rate: float = 2.5e-4
+    """learning rate of the optimizer, at first"""
+    anneal_lr: bool = True
+    """lower the learning rate from rollout to rollout, linearly to zero at the end of the run"""
+    num_envs: int = 8
+    """environments stepped side by side, in all processes together"""
+    num_steps: int = 128
+    """steps of a rollout in each environment"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches per epoch"""
+    update_epochs: int = 4
+    """passes over a rollout"""
+    norm_adv: bool = True
+    """normalize the advantages of each minibatch"""
+    clip_coef: float = 0.1
+    """how far the ratio of new to old probabilities may go from 1 before its gradient ends"""
+    clip_vloss: bool = True
+    """clip the change of the value in the same way"""
+    ent_coef: float = 0.01
+    """weight of the entropy in the loss"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """longest gradient; longer ones are scaled down to it"""
+    target_kl: float | None = None
+    """end the epochs when the policy has gone so far, in KL divergence, from the old one"""
+
+
+# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+import re  # noqa: E402, F811
+import time  # noqa: E402, F811
+from collections import Counter, namedtuple  # noqa: E402, F811
+from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
+from itertools import pairwise  # noqa: E402, F811
+
+import torch  # noqa: E402, F811
+
+STAGES = (
+    "simulation",
+    "inference",
+    "replay",
+    "backpropagation",
+    "logging",
+    "checkpoint",
+    "evaluation",  # stays out of the steady window and of the warm-up
+)
+GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
+TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
+# CPU time goes to the first of these fields that a moment belongs to
+CPU_FIELDS = ("cuda_wait_s", "cuda_launch_s", "backend_s", "python_s", "simulator_s")
+CALL_FIELDS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
+OVERLAP_FIELDS = tuple("gpu_with_" + field for field in CPU_FIELDS)
+TRACE_FIELDS = (*CPU_FIELDS, "gpu_s", "gpu_overlap_s", *OVERLAP_FIELDS, *CALL_FIELDS)
+
+
+class Stage:
+    """Self-time (seconds) and entries of one stage, kept by `with watch.stage(name): ...`."""
+
+    __slots__ = ("watch", "name", "seconds", "count", "begin", "parent")
+
+    def __init__(self, watch, name):
+        self.watch, self.name, self.parent = watch, name, None
+        self.seconds, self.count = 0.0, 0
+
+    def __enter__(self):
+        watch = self.watch
+        if self.parent is not None:
+            raise RuntimeError(f"stage {self.name!r} is open already")
+        begin = watch.clock()  # the last call, so that Ctrl-C cannot leave the rest half done
+        self.begin, self.parent, watch.current = begin, watch.current, self
+
+    def __exit__(self, kind, value, traceback):
+        watch, parent = self.watch, self.parent
+        watch.current, self.parent = parent, None  # first, so that Ctrl-C cannot prevent it
+        spent = watch.clock() - self.begin
+        self.seconds += spent
+        parent.seconds -= spent
+        self.count += 1
+
+
+class Stopwatch:
+    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
+
+    __slots__ = ("clock", "contexts", "current", "around", "__dict__")  # slots: looked up faster
+
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        if mode not in ("off", "time", "trace"):
+            raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
+        self.device, self.mode, self.clock = device, mode, time.perf_counter
+        self.on_gpu = device.type == "cuda"
+        self.sampling = self.on_gpu and mode != "off"
+        self.synchronize = (lambda: torch.cuda.synchronize(device)) if self.on_gpu else lambda: None
+        self.stages = self.contexts = {name: Stage(self, name) for name in (*STAGES, "untracked")}
+        self.untracked = self.current = self.stages["untracked"]
+        self.own = Stage(self, "stopwatch")  # what samples cost, kept out of the other stages
+        self.evaluation = self.stages["evaluation"]
+        self.around = None  # on a sampled or traced iteration: what to put around each stage
+        self.cost = self._calibrate()
+        if mode == "off":
+            self.stages, self.contexts = {}, dict.fromkeys(STAGES, nullcontext())
+            self.contexts["evaluation"] = self.evaluation
+        self.env_steps, self.steady, self.result, self.trace = 0, False, None, None
+        self.course = self._course(warmup_steps, trace_after, trace_iterations)
+        self._open_window()
+        self.born = self.start
+
+    def stage(self, name):
+        """The context manager of one of STAGES; KeyError for any other name."""
+        stage = self.contexts[name]
+        return self.around(stage) if self.around else stage
+
+    def tick(self, env_steps):
+        """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
+        self.env_steps, self.ticked = env_steps, self.clock() - self.evaluation.seconds
+        self.iterations += 1
+        next(self.course, None)
+
+    def steady_sps(self):
+        """Environment steps per second of the steady window so far; None before it has any."""
+        if self.result:
+            return self.result["sps_steady"]
+        steps = self.env_steps - self.first_step
+        return steps / (self.ticked - self.start) if self.steady and steps else None
+
+    def inclusive_sps(self):
+        """All environment steps / all seconds since construction."""
+        return self.env_steps / (self.clock() - self.born)
+
+    def report(self):
+        """Print the table; return the dict of stages.json (SI units, None where not measured)."""
+        self.course.close()  # gives up a trace window that is still open
+        self.result = self.result or self._close_window()
+        run = {"wall_seconds": self.clock() - self.born, "sps_inclusive": self.inclusive_sps()}
+        report = {"schema": 1, "mode": self.mode, **run, **self.result, "trace": self.trace}
+        print(table(report))
+        return report
+
+    def _course(self, warmup_steps, trace_after, trace_iterations):
+        """The course of a run, one `yield` per tick."""
+        while self.env_steps < warmup_steps:
+            yield
+        self.steady = True
+        self._open_window()
+        while self.mode != "trace" or self.iterations < trace_after:
+            due = self.iterations % GPU_SAMPLE_EVERY == 0 and len(self.spans) < 10_000
+            self.around = self._between_events if due and self.sampling else None
+            yield
+            if self.around:
+                self.samples += 1
+                if self.ticked - self.asked > 1:  # NVML takes its time
+                    self.asked = self.ticked
+                    with self.own, suppress(Exception):  # nvidia-ml-py is optional
+                        percent = torch.cuda.utilization(self.device)
+                        self.nvml.append((round(self.ticked - self.born, 1), percent))
+        self.result = self._close_window()
+        with torch.profiler.profile() as profiler:
+            yield  # this iteration pays for the profiler's buffers and does not count
+            self.synchronize()
+            first_step, self.around = self.env_steps, self._annotated
+            with torch.profiler.record_function(TRACE_PREFIX + "untracked"):
+                for _ in range(trace_iterations):
+                    yield
+                self.synchronize()
+            self.around = None
+        events, steps = profiler.profiler.kineto_results.events(), self.env_steps - first_step
+        untraced = self.result["window"]["seconds"] / trace_after
+        self.trace = reduce_trace(events, trace_iterations, steps, untraced, self.on_gpu)
+
+    def _open_window(self):
+        """Count anew: at construction and at the end of the warm-up."""
+        self.evaluated = self.evaluation.seconds  # in the warm-up
+        for stage in (*self.stages.values(), self.own, self.evaluation):
+            stage.seconds, stage.count = 0.0, 0
+        self.samples, self.spans, self.nvml = 0, [], []
+        self.first_step, self.iterations = self.env_steps, 0
+        self.gpm = gpm(self.device) if self.sampling else None
+        self.synchronize()
+        self.start = self.ticked = self.asked = self.clock()
+
+    def _close_window(self):
+        """What report() tells of the steady window or, if the warm-up did not end, of the run."""
+        begin, self.around = self.clock(), None
+        self.synchronize()  # GPU work still queued belongs to the window
+        self.ticked += self.clock() - begin
+        seconds, (inside, outside) = self.ticked - self.start, self.cost
+        self.untracked.count = self.iterations  # as if a tick cost what a stage does: a bit less
+        calls = sum(stage.count for stage in self.stages.values())
+        # the stages have subtracted theirs
+        self.untracked.seconds += seconds + self.evaluation.seconds - calls * outside
+        overhead = self.own.seconds + calls * (inside + outside)
+        spans, stages = Counter(), {}
+        for name, first, last in self.spans:
+            spans[name] += first.elapsed_time(last) / 1e3 * self.iterations / max(self.samples, 1)
+        for name, stage in self.stages.items():
+            own, span = max(0.0, stage.seconds - stage.count * inside), spans.get(name)
+            stages[name] = {"seconds": own, "count": stage.count, "gpu_span_seconds": span}
+        window = {"steady": self.steady, "seconds": seconds, "iterations": self.iterations}
+        percents, thin = [percent for _, percent in self.nvml], 1 + len(self.nvml) // 1000
+        gpu = {"nvml_util": sum(percents) / len(percents) if percents else None}
+        gpu["nvml_samples"] = self.nvml[::thin] or None
+        gpu["sm_util"] = gpm(self.device, self.gpm) if self.gpm else None
+        peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
+        return {
+            "sps_steady": self.steady_sps(),
+            "warmup_seconds": self.start - self.born - self.evaluated if self.steady else None,
+            "overhead_pct": 100 * overhead / seconds if seconds else None,
+            "window": window | {"env_steps": self.env_steps - self.first_step},
+            "stages": stages,
+            "gpu": gpu | {"memory_peak_bytes": peak},
+        }
+
+    @contextmanager
+    def _between_events(self, stage):
+        with self.own:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+        with stage:
+            yield
+        with self.own:
+            last.record()
+            self.spans.append((stage.name, first, last))
+
+    @contextmanager
+    def _annotated(self, stage):
+        with torch.profiler.record_function(TRACE_PREFIX + stage.name), stage:
+            yield
+
+    def _calibrate(self):
+        """Seconds that an empty stage adds to itself and to its parent, the least of 5 trials."""
+        stage, trials = self.stages["simulation"], []
+        for _ in range(5):
+            stage.seconds, begin = 0.0, self.clock()
+            for _ in range(1000):
+                with self.stage("simulation"):
+                    pass
+            trials.append((self.clock() - begin, stage.seconds))
+        both, inside = min(trials)
+        return inside / 1000, (both - inside) / 1000
+
+
+def gpm(device, first=None):
+    """A sample of NVML's GPU performance monitor; after a `first`, percent of busy SMs since."""
+    with suppress(Exception):  # needs Hopper or newer, and nvidia-ml-py, which is optional
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        alloc = nvml.nvmlGpmSampleAlloc()
+        sample = nvml.nvmlGpmSampleGet(nvml.nvmlDeviceGetHandleByUUID(gpu), alloc)
+        if first is None:
+            return sample
+        query = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, first, sample)
+        query.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+        return nvml.nvmlGpmMetricsGet(query).metrics[0].value
+
+
+def layer(event):
+    """The seconds in TRACE_FIELDS that a Kineto event adds to, or "stage", "overhead" or None."""
+    name, on_cpu = event.name(), event.device_type() == torch.autograd.DeviceType.CPU
+    if event.is_user_annotation():
+        return "stage" if on_cpu and name.startswith(TRACE_PREFIX) else None
+    known = event.activity_type() if hasattr(event, "activity_type") else None  # since torch 2.12
+    names = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
+    if known == "overhead" or name in names:
+        return "overhead"
+    if on_cpu and re.match("cu(da)?[A-Z]", name):
+        waits = re.search("Synchronize|Memcpy(?!.*Async)", name)
+        return "cuda_wait_s" if waits else "cuda_launch_s"
+    return "backend_s" if on_cpu else "gpu_s"
+
+
+def reduce_trace(events, iterations, env_steps, untraced_seconds, on_gpu=True):
+    """Kineto events of a trace window -> "trace" of stages.json; `untraced_seconds` per iteration.
+
+    One sweep over time: the innermost stage, by its annotation, owns the moment and the calls that
+    start in it, on whatever thread. The annotation "untracked" is the window.
+    """
+    Call = namedtuple("Call", "layer name id thread")
+    edges, known, operators, pageable = [], {}, {}, set()
+    if on_gpu:
+        pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
+    for e in events:
+        start, thread = e.start_ns(), e.start_thread_id()
+        end, (begin, until) = start + max(1, e.duration_ns()), operators.get(thread, (0, 0))
+        inside, annotation = begin <= start and end <= until, e.is_user_annotation()
+        if inside and not on_gpu and not annotation:
+            continue  # a part of an operator changes nothing, and most events are that
+        name = e.name()
+        signs = name, annotation, e.device_type()
+        kind = known[signs] if signs in known else known.setdefault(signs, layer(e))
+        if kind == "backend_s":
+            if inside:
+                continue
+            operators[thread] = start, end
+        if kind == "cuda_launch_s" and e.correlation_id() in pageable:
+            kind = "cuda_wait_s"  # such a copy blocks
+        call = Call(kind, name, e.correlation_id(), thread)
+        if kind:
+            edges += (start, 1, -end, call), (end, 0, 0, call)  # sorts ends first, then parents
+
+    stages = {name: Counter() for name in (*STAGES, "untracked", None)}  # None: out of the window
+    stack, running, launcher, kernels = [None], [], {}, []
+    for (at, opens, _, call), (until, *_) in pairwise(sorted(edges)):
+        if call.layer == "stage":
+            stack.append(call.name[len(TRACE_PREFIX) :]) if opens else stack.pop()
+        elif not opens:
+            running.remove(call)
+        else:
+            stage, family = stages[stack[-1]], call.layer[:4]  # waits and launches are both "cuda"
+            outermost = (call.thread, family) not in [(c.thread, c.layer[:4]) for c in running]
+            if family == "cuda":
+                launcher[call.id] = stack[-1]  # all kernels of a graph replay share its id
+            if family == "cuda" and outermost:
+                stage["cuda_api_calls"] += 1
+                stage["kernel_launches"] += re.search("Launch.*Kernel", call.name) is not None
+                stage["graph_replays"] += "GraphLaunch" in call.name
+            elif call.layer == "backend_s" and outermost:
+                stage["backend_calls"] += 1
+            elif call.layer == "gpu_s" and not call.name.startswith(("Memcpy", "Memset")):
+                kernels.append(call.id)
+            running.append(call)
+        if stack[-1]:
+            stage, layers = stages[stack[-1]], {call.layer for call in running}
+            span = (until - at) / 1e9
+            rest = "simulator_s" if stack[-1] == "simulation" else "python_s"
+            field = next((f for f in ("overhead", *CPU_FIELDS) if f in layers), rest)
+            stage[field] += span
+            for overlap in ("gpu_overlap_s", "gpu_with_" + field):
+                stage[overlap] += span * ("gpu_s" in layers)
+            for name in {launcher.get(call.id) for call in running if call.layer == "gpu_s"}:
+                stages[name]["gpu_s"] += span
+    for kernel in kernels:
+        stages[launcher.get(kernel)]["kernels"] += 1
+
+    del stages[None]
+    total = sum(stages.values(), Counter())
+    cpu = sum(total[field] for field in CPU_FIELDS)
+    on_gpu = launcher or total["gpu_overlap_s"]
+    missing = () if on_gpu else ("cuda", "gpu", "kernel", "graph")
+    trace = {"iterations": iterations, "env_steps": env_steps}
+    trace["inflation"] = cpu / iterations / untraced_seconds
+    trace["gpu_busy"] = total["gpu_overlap_s"] / (cpu + total["overhead"]) if on_gpu else None
+    for name, stage in stages.items():
+        stages[name] = {f: None if f.startswith(missing) else stage[f] for f in TRACE_FIELDS}
+    return trace | {"stages": stages}
+
+
+def table(report):
+    """`report` as text of at most 80 columns; what was not measured does not appear."""
+
+    def short(x):
+        return f"{x:,.0f}" if 100 <= x < 1e6 else f"{x:.3g}"
+
+    def rows(stages, columns, steps):  # columns: {title: (field, factor)}, values are per step
+        measured = {f for stage in stages.values() for f in stage if stage[f] is not None}
+        columns = {title: c for title, c in columns.items() if c[0] in measured}
+        yield f"{'stage':15}" + "".join(f"{title:>10}" for title in columns)
+        for name, stage in stages.items():
+            cells = (short((stage[f] or 0) * factor / steps) for f, factor in columns.values())
+            yield f"{name:15}" + "".join(f"{cell:>10}" for cell in cells)
+
+    window, trace, gpu = report["window"], report["trace"], report["gpu"]
+    stages, steps = dict(report["stages"]), max(window["env_steps"], 1)
+    evaluation = stages.pop("evaluation", {"count": 0})
+    stages = {name: stage for name, stage in stages.items() if stage["count"]}
+    share = 100 * steps / (sum(stage["seconds"] for stage in stages.values()) or 1)
+    columns = {"seconds": ("seconds", steps), "share %": ("seconds", share)}
+    columns |= {"us/step": ("seconds", 1e6), "entries": ("count", steps)}
+    lines = ["stopwatch: " + ("steady window" if window["steady"] else "the warm-up did not end")]
+    if stages:
+        lines += rows(stages, columns | {"GPU us": ("gpu_span_seconds", 1e6)}, steps)
+        lines.append(f"{'total':15}{short(window['seconds']):>10}")
+    if evaluation["count"]:
+        lines.append(f"{'evaluation':15}{short(evaluation['seconds']):>10}  not in the total")
+    numbers = {"steady steps/s": report["sps_steady"], "all steps/s": report["sps_inclusive"]}
+    numbers |= {"warm-up s": report["warmup_seconds"], "stopwatch %": report["overhead_pct"]}
+    numbers |= {"GPU util. %": gpu["nvml_util"], "SM util. %": gpu["sm_util"]}
+    if trace:
+        lines.append("traced, per step: microseconds, then calls")
+        titles = "CUDA wait", "launch", "backend", "python", "simulator", "GPU"
+        times = {t: (f, 1e6) for t, f in zip(titles, TRACE_FIELDS, strict=False)}
+        traced = {name: stage for name, stage in trace["stages"].items() if name in stages}
+        lines += rows(traced, times, trace["env_steps"])
+        titles = "operators", "CUDA API", "launches", "replays", "kernels"
+        calls = {t: (f, 1) for t, f in zip(titles, CALL_FIELDS, strict=True)}
+        lines += rows(traced, calls, trace["env_steps"])
+        numbers |= {"inflation": trace["inflation"], "GPU busy": trace["gpu_busy"]}
+    elif report["mode"] == "trace":
+        lines.append("the run ended before the trace window did: no trace")
+    lines += [f"{name:15}{short(x):>10}" for name, x in numbers.items() if x is not None]
+    return "\n".join(lines)
+
+
+# <<< stopwatch <<<
+
+
+def fail(message: str) -> None:
+    """Ends the program with a one-line error and exit status 2, as argument errors do."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class World(NamedTuple):
+    """This process among all that train together; without torchrun it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among those on this machine
+    local_size: int = 1
+
+    @classmethod
+    def of_torchrun(cls) -> "World":
+        variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name, alone)) for name, alone in variables.items()))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+@contextmanager
+def quiet():
+    """Within it, what is printed is lost."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def meet(world: World, device: torch.device) -> None:
+    """Waits for all processes and connects them."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif world.local_size > 1:  # torchrun leaves one thread to each
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+    # NCCL for tensors on GPUs; what else is gathered stays on the CPU
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore()
+    if world.size > 1:
+        store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+        # torchrun's store outlives a restart, and so do the addresses of the processes before it
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(
+        backend, timeout=PATIENCE, store=store, rank=world.rank, world_size=world.size
+    )
+
+
+def together(collective: Callable, *arguments) -> None:
+    """Calls a function of torch.distributed in which all processes take part.
+
+    When another process is gone, this one says so and ends.
+    """
+    try:
+        collective(*arguments)
+    except RuntimeError as error:
+        if type(error) not in (RuntimeError, dist.DistBackendError):
+            raise  # a fault of CUDA, thus of this process
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would interrupt the end
+        reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).partition(". ")[0]
+        said = f"{World.of_torchrun()} stops: another process is gone ({reason})"
+        print(f"\nerror: {said}", file=sys.__stderr__)
+        raise SystemExit(1) from None
+
+
+def agree(value):
+    """What rank 0 has as `value`."""
+    values = [value]
+    together(dist.broadcast_object_list, values)
+    return values[0]
+
+
+def gather(rows: list[tuple]) -> list[tuple]:
+    """The rows of all processes, ordered by their first field, on rank 0; elsewhere none."""
+    gathered = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    together(dist.gather_object, rows, gathered)
+    return sorted(chain(*gathered or []), key=itemgetter(0))
+
+
+def moments(*samples: torch.Tensor) -> torch.Tensor:
+    """Samples (K, B) of this process -> mean and standard deviation (K, 2) over all processes.
+
+    Each argument may have its own B. In float64, in which the difference of two sums loses little.
+    """
+
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.ones_like(x), x, x.square()]).sum(dim=2)
+
+    totals = torch.cat([sums(x.double()) for x in samples], dim=1)  # (3, K)
+    together(dist.all_reduce, totals)
+    count, total, squares = totals
+    mean = total / count
+    variance = (squares - total * mean) / (count - 1)
+    return torch.stack([mean, variance.clamp(min=0).sqrt()], dim=1)
+
+
+def check_args(args: Args, world: World) -> None:
+    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
+    for name in (
+        "total_timesteps",
+        "num_envs",
+        "num_steps",
+        "num_minibatches",
+        "update_epochs",
+        "max_grad_norm",
+        "eval_episodes",
+    ):
+        if getattr(args, name) <= 0:
+            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    for name in ("checkpoint_every", "eval_every"):
+        if getattr(args, name) < 0:
+            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
+    if args.num_envs % world.size:
+        fail(f"--num-envs {args.num_envs} cannot be shared equally by {world.size} processes")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % (args.num_minibatches * world.size):
+        fail(
+            f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {batch_size} steps "
+            f"cannot be divided into --num-minibatches {args.num_minibatches} x {world.size} "
+            "processes"
+        )
+    if batch_size == args.num_minibatches and args.norm_adv:
+        fail("minibatches of one step have no deviation to normalize by: --no-norm-adv")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is less than a rollout of {batch_size}")
+    if importlib.util.find_spec("envpool") is None:
+        fail("Atari needs EnvPool: pip install -r requirements/envpool.txt")
+    if args.cuda and 0 < torch.cuda.device_count() < world.local_size:
+        fail(
+            f"--nproc-per-node {world.local_size} needs {world.local_size} GPUs, "
+            f"this machine has {torch.cuda.device_count()}; --no-cuda trains on the CPU"
+        )
+    num_envs = args.num_envs * world.local_size // world.size
+    if num_envs > CROWD * (os.cpu_count() or 1):
+        print(
+            f"hint: {num_envs} environments share {os.cpu_count()} CPU cores: "
+            f"more than {CROWD} per core make a rollout larger rather than faster",
+            file=sys.stderr,
+        )
+    # speed: no graphs without CUDA: a contradiction is refused, a missing device only mentioned
+    if args.cudagraphs and not args.cuda:
+        fail("--cudagraphs contradicts --no-cuda")
+    if args.cudagraphs and not torch.cuda.is_available():
+        print("warning: no CUDA device, --cudagraphs has no effect", file=sys.stderr)
+    on_cpu = not args.cuda or not torch.cuda.is_available()
+    if args.bf16 and on_cpu and not torch.cpu.get_capabilities().get("avx512_bf16", False):
+        print("warning: this CPU has no bfloat16 arithmetic, --bf16 makes it slow", file=sys.stderr)
+    if args.overlap and args.num_envs // world.size % 2:
+        fail(
+            f"--overlap needs an even number of environments in each of {world.size} processes, "
+            f"got --num-envs {args.num_envs}"
+        )
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track needs wandb: pip install -r requirements/wandb.txt")
+    if args.capture_video and importlib.util.find_spec("moviepy") is None:
+        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
+
+
+class AtariEnvs:
+    """N games on EnvPool, each of which resets in the step that ends its episode (`SAME_STEP`).
+
+    EnvPool by itself resets in the step after, whose action and reward count for nothing. Here the
+    games that ended take that step at once, so that a rollout holds none of them.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, seed: int, **options):
+        import envpool
+        from envpool.registration import registry
+
+        games = [name for name, (path, *_) in registry.specs.items() if path == "envpool.atari"]
+        if env_id not in games:
+            near = difflib.get_close_matches(env_id, games, 3, cutoff=0.4) or ["Breakout-v5"]
+            fail(f"EnvPool has no Atari game {env_id!r}; the nearest: {', '.join(near)}")
+        self.envs = envpool.make_gymnasium(env_id, num_envs=num_envs, seed=seed, **options)
+        self.action_space = self.envs.action_space
+        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
+
+    def reset(self) -> np.ndarray:
+        """Starts all games -> observations (N, O)."""
+        return self.envs.reset()[0]
+
+    # speed: in two parts, so that the games go on while somebody else computes
+    def send(self, actions: np.ndarray) -> None:
+        """The first half of `step`: starts it."""
+        self.envs.send(actions)
+
+    def step(self, actions: np.ndarray) -> tuple:
+        """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
+
+        infos has, where an episode ended, `final_obs` (N, O), the observations before the resets,
+        and where whole games did, the arrays `over`, which, `returns`, their scores, and `lengths`,
+        in steps.
+        """
+        # speed: in two parts
+        self.send(actions)
+        return self.recv()
+
+    def recv(self) -> tuple:
+        """The second half of `step`: waits for its end."""
+        obs, rewards, terminated, truncated, step_infos = self.envs.recv()
+        over = step_infos["terminated"] == 1  # the game, not only a life
+        truncated &= ~over
+        ended, infos = terminated | truncated | over, {}
+        self.returns += step_infos["reward"]  # not clipped
+        self.lengths += 1
+        if ended.any():
+            infos["final_obs"], obs = obs, obs.copy()
+            index = np.flatnonzero(ended)
+            obs[index] = self.envs.step(np.zeros(len(index), dtype=int), index)[0]
+            whole = over | truncated
+            if whole.any():
+                infos["over"] = np.flatnonzero(whole)
+                infos["returns"], infos["lengths"] = self.returns[whole], self.lengths[whole]
+                self.returns[whole] = self.lengths[whole] = 0
+        return obs, rewards, ended & ~truncated, truncated, infos
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+# speed: what `main` knows of a pool of games that takes turns with another one
+@dataclass
+class Group:
+    """Environments that act together, their rows of a rollout and what they show."""
+
+    envs: AtariEnvs
+    rows: slice
+    obs: np.ndarray | None = None
+
+
+def run_config(args: Args, device: torch.device) -> dict:
+    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
+
+    def output(*command: str) -> str | None:
+        try:
+            return subprocess.check_output(
+                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
+            ).strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
+    gpu, driver = None, None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "args": asdict(args),
+        "command": " ".join(sys.argv),
+        "git_commit": output(
+            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+        ),
+        "cpu": {
+            "model": model[1] if model else None,
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
+        },
+        "gpu": gpu,
+        "gpu_driver": driver,
+        "load_average": os.getloadavg(),
+        "python": sys.version.split()[0],
+        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
+    }
+
+
+def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
+    """Orthogonal weights, no bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ActorCritic(nn.Module):
+    """Categorical policy and the value of a state, on the features of one network."""
+
+    # speed: how to compute
+    def __init__(self, num_actions: int, bf16: bool = False, channels_last: bool = False):
+        super().__init__()
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(4, 32, kernel_size=8, stride=4)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, kernel_size=4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, kernel_size=3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        )
+        self.actor = layer_init(nn.Linear(512, num_actions), gain=0.01)
+        self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
+        # speed: convolutions are faster in bfloat16 and, for some libraries, with channels last
+        self.bf16 = bf16
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.to(memory_format=self.layout)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """obs (B, O) uint8 -> log-probabilities of the actions (B, A), values (B,)."""
+        # speed: the network alone in bfloat16
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            features = self.network((obs / 255.0).contiguous(memory_format=self.layout))
+            logits, values = self.actor(features), self.critic(features).squeeze(-1)
+        dtype = self.actor.weight.dtype
+        return F.log_softmax(logits.to(dtype), dim=-1), values.to(dtype)
+
+
+class Batch(NamedTuple):
+    """B steps of a rollout; log_probs and values as they were when it was made."""
+
+    obs: torch.Tensor  # (B, O) uint8
+    actions: torch.Tensor  # (B,) int64
+    log_probs: torch.Tensor  # (B,), these and what follows float32
+    values: torch.Tensor  # (B,)
+    advantages: torch.Tensor  # (B,)
+    returns: torch.Tensor  # (B,)
+
+
+class Rollout:
+    """T steps of N environments on `device`, where observations stay uint8."""
+
+    def __init__(self, steps: int, num_envs: int, device: torch.device):
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(steps, num_envs, *shape, dtype=dtype, device=device)
+
+        self.obs = empty(*OBS_SHAPE, dtype=torch.uint8)
+        self.actions = empty(dtype=torch.int64)
+        # speed: the last three are filled by NumPy on the CPU and copied to the device once
+        self.log_probs, self.values = empty(), empty()
+        pinned = device.type == "cuda"
+        self.source = torch.zeros(3, steps, num_envs, pin_memory=pinned)
+        self.outcome = self.source.to(device)
+        self.rewards, self.ended, self.final_values = self.outcome
+        self.host_rewards, self.host_ended, self.host_final_values = self.source.numpy()
+        self.advantages, self.returns = empty(), empty()
+        shape = num_envs, *OBS_SHAPE
+        self.new_obs = torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    # speed: of the environments in `rows`
+    def store_obs(self, t: int, rows: slice, obs: np.ndarray) -> torch.Tensor:
+        """Brings obs (n, O), those of step t, to the device in one copy, for which nobody waits."""
+        # speed: as above
+        new_obs = self.new_obs[rows].copy_(torch.from_numpy(obs))
+        return self.obs[t, rows].copy_(new_obs, non_blocking=True)
+
+    # speed: one copy per rollout
+    def upload(self) -> None:
+        """Brings rewards, ends and final values to the device."""
+        self.outcome.copy_(self.source, non_blocking=True)
+
+    def batch(self) -> Batch:
+        """All B = T N steps."""
+        columns = self.log_probs, self.values, self.advantages, self.returns
+        return Batch(*(column.flatten(0, 1) for column in (self.obs, self.actions, *columns)))
+
+
+def sample(
+    model: ActorCritic, obs: torch.Tensor, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """obs (N, O), exponential noise (N, A) -> actions (N,), log_probs (N,), values (N,).
+
+    With probabilities p and exponential noise q, the largest p / q is a draw from p.
+    """
+    log_policy, values = model(obs)
+    actions = (log_policy - noise.log()).argmax(dim=1)
+    return actions, log_policy.gather(1, actions[:, None]).squeeze(1), values
+
+
+def compute_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    next_values: torch.Tensor,
+    ended: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> torch.Tensor:
+    """Generalized advantage estimation (arXiv:1506.02438, equation 16) -> advantages (T, N).
+
+    All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
+    termination, that of the final observation after a truncation. `ended` is 1 after either.
+    """
+    # speed: log2(T) vector operations instead of T: each doubles how far every sum has got
+    advantages = rewards + gamma * next_values - values
+    weights, distance = gamma * gae_lambda * (1 - ended), 1
+    while distance < len(advantages):
+        begin, end = advantages[:-distance], advantages[-distance:]
+        more = weights[: len(begin)] * advantages[distance:]
+        advantages = torch.cat([begin + more, end])
+        weights, distance = weights[:-distance] * weights[distance:], 2 * distance
+    return advantages
+
+
+def policy_loss(
+    log_ratios: torch.Tensor, advantages: torch.Tensor, clip_coef: float
+) -> torch.Tensor:
+    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
+    return -torch.min(advantages * ratios, advantages * clipped).mean()
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_coef: float | None
+) -> torch.Tensor:
+    """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
+    errors = (values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (clipped - returns).square())
+    return 0.5 * errors.mean()
+
+
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+def ppo_loss(
+    model: ActorCritic, batch: Batch, scale: torch.Tensor, args: Args
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,).
+
+    `scale` (2,) is the mean and the standard deviation of the advantages in all processes' shares.
+    """
+    log_policy, values = model(batch.obs)
+    log_ratios = log_policy.gather(1, batch.actions[:, None]).squeeze(1) - batch.log_probs
+    advantages = batch.advantages
+    if args.norm_adv:
+        mean, std = scale
+        advantages = (advantages - mean) / (std + 1e-8)
+    of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
+    clip_coef = args.clip_coef if args.clip_vloss else None
+    of_value = value_loss(values, batch.values, batch.returns, clip_coef)
+    entropy = -(log_policy.exp() * log_policy).sum(dim=1).mean()
+    loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
+    with torch.no_grad():
+        ratios = log_ratios.exp()
+        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
+        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
+        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+
+
+# speed: torch.optim.Adam breaks the graph; with this one a whole update compiles to one, fused with
+# its neighbours. The powers of beta are state: computed from a step count, each element pays a pow
+class Adam:
+    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, betas=(0.9, 0.999), eps=1e-8):
+        self.parameters, self.lr, self.betas, self.eps = parameters, lr, betas, eps
+        self.exp_avgs = [torch.zeros_like(parameter) for parameter in parameters]
+        self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in parameters]
+        self.beta_powers = [torch.ones((), device=parameters[0].device) for _ in betas]
+
+    def state_dict(self) -> dict:
+        names = "exp_avgs", "exp_avg_sqs", "beta_powers"
+        return {"state": {name: getattr(self, name) for name in names}}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, tensors in state["state"].items():
+            torch._foreach_copy_(getattr(self, name), tensors)
+
+    def step(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        """Updates the parameters in place; `gradients` in their order and shapes."""
+        with torch.no_grad():
+            torch._foreach_mul_(self.beta_powers, self.betas)
+            beta1_power, beta2_power = self.beta_powers
+            torch._foreach_lerp_(self.exp_avgs, gradients, 1 - self.betas[0])
+            torch._foreach_mul_(self.exp_avg_sqs, self.betas[1])
+            torch._foreach_addcmul_(self.exp_avg_sqs, gradients, gradients, 1 - self.betas[1])
+            denominators = torch._foreach_sqrt(self.exp_avg_sqs)
+            torch._foreach_mul_(denominators, (1 - beta2_power).rsqrt())
+            torch._foreach_add_(denominators, self.eps)
+            steps = torch._foreach_div(self.exp_avgs, denominators)
+            torch._foreach_mul_(steps, self.lr / (1 - beta1_power))
+            torch._foreach_sub_(self.parameters, steps)
+
+
+class PPO:
+    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+
+    def __init__(self, args: Args, num_actions: int, device: torch.device):
+        self.args = args
+        # speed: how to compute
+        self.model = ActorCritic(num_actions, args.bf16, args.channels_last).to(device)
+        self.parameters = list(self.model.parameters())
+        # speed: the Adam above, with a learning rate that compiled code and graphs read anew
+        learning_rate = torch.tensor(args.learning_rate, device=device)
+        self.optimizer = Adam(self.parameters, lr=learning_rate, eps=1e-5)
+        # what processes average, all gradients and then METRICS: one tensor, so that once suffices
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.shared = torch.zeros(sum(sizes) + len(METRICS), device=device)
+        *gradients, self.metrics = self.shared.split([*sizes, len(METRICS)])
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+
+    def state_dict(self) -> dict:
+        """Everything that updates change."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]})
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        # speed: in place
+        self.optimizer.lr.fill_(learning_rate)
+
+    def act(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """obs (N, O), exponential noise (N, A) -> actions (N,), log_probs (N,), values (N,)."""
+        with torch.no_grad():
+            return sample(self.model, obs, noise)
+
+    def value(self, obs: torch.Tensor) -> torch.Tensor:
+        """obs (N, O) -> values (N,)."""
+        with torch.no_grad():
+            return self.model(obs)[1]
+
+    def prepare(self, rollout: Rollout, next_values: torch.Tensor) -> None:
+        """Advantages and returns of a rollout, from the values of what follows it (N,)."""
+        with torch.no_grad():
+            following = torch.cat([rollout.values[1:], next_values[None]])
+            following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+            advantages = compute_gae(
+                rollout.rewards,
+                rollout.values,
+                following,
+                rollout.ended,
+                self.args.gamma,
+                self.args.gae_lambda,
+            )
+            rollout.advantages.copy_(advantages)
+            torch.add(advantages, rollout.values, out=rollout.returns)
+
+    def equalize(self) -> None:
+        """Gives all processes the parameters of rank 0, by way of the gradients' place."""
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.grad.copy_(parameter)
+            together(dist.broadcast, self.shared, 0)
+            for parameter in self.parameters:
+                parameter.copy_(parameter.grad)
+
+    # speed: gathers its rows itself, so that the conversion to floating point is part of the gather
+    def gradient(self, batch: Batch, index: torch.Tensor, scale: torch.Tensor) -> None:
+        """Gradients and METRICS of the share in index (B,) of a minibatch, into `shared`."""
+        # speed: gradients as values, not as .grad: nothing that the compiler cannot see
+        minibatch = Batch(*(column.index_select(0, index) for column in batch))
+        loss, metrics = ppo_loss(self.model, minibatch, scale, self.args)
+        gradients = torch.autograd.grad(loss, self.parameters)
+        torch.cat([*(gradient.flatten() for gradient in gradients), metrics], out=self.shared)
+
+    def average(self) -> None:
+        """Makes them those of the whole minibatch: all shares are of one size."""
+        together(dist.all_reduce, self.shared)
+        self.shared /= dist.get_world_size()
+
+    def step(self) -> None:
+        """One gradient step."""
+        # speed: clipping and the Adam above as one graph, which reads what was averaged in place
+        gradients = [parameter.grad for parameter in self.parameters]
+        norm = torch.stack(torch._foreach_norm(gradients)).norm()
+        scale = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        self.optimizer.step(torch._foreach_mul(gradients, scale))
+
+    def learn(self, batch: Batch, permutations: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Epochs of minibatches in the order of permutations (E, B) -> the last METRICS (6,).
+
+        `scales` (E, M, 2) holds the `scale` of each of an epoch's M minibatches.
+        """
+        size = permutations.shape[1] // self.args.num_minibatches
+        for index, scale in zip(permutations.view(-1, size), scales.flatten(0, 1), strict=True):
+            # speed: gathered within
+            self.gradient(batch, index, scale)
+            self.average()
+            self.step()
+        return self.metrics
+
+
+# speed: whatever runs on the device, on either side of the average, which belongs to no graph
+def compile_agent(agent: PPO) -> None:
+    """Compiles acting, the advantages, the gradients and the step to one graph each."""
+    torch._dynamo.config.trace_autograd_ops = True
+    agent.act = torch.compile(agent.act, fullgraph=True)
+    agent.prepare = torch.compile(agent.prepare, fullgraph=True)
+    agent.gradient = torch.compile(agent.gradient, fullgraph=True)
+    agent.step = torch.compile(agent.step, fullgraph=True)
+
+
+def track(args: Args, run_dir: Path, config: dict) -> None:
+    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
+    import wandb
+
+    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
+    try:
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=run_dir.name,
+            resume="allow",
+            config=config,
+            sync_tensorboard=True,
+        )
+        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
+    except wandb.Error as error:  # no network, no login
+        reason = " ".join(str(error).split())
+        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
+
+
+def evaluate(model: ActorCritic, args: Args, device: torch.device, video: Path | None) -> float:
+    """Mean score of K whole games, side by side, in which the policy draws its actions.
+
+    They are the same K games every time, but for what the policy does. Training notices nothing:
+    the environments are new and no shared random generator is used. The first one becomes the
+    file `video`, if that is given.
+    """
+    options = {} if video is None else {"render_mode": "rgb_array"}
+    envs = AtariEnvs(args.env_id, args.eval_episodes, args.seed + EVAL_SEED, **options)
+    generator, frames = np.random.default_rng(args.seed + EVAL_SEED), []
+    scores, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    obs = envs.reset()
+    while running.any():
+        if video is not None and running[0]:
+            frames.append(envs.envs.render(env_ids=0)[0])
+        noise = generator.exponential(size=(args.eval_episodes, envs.action_space.n))
+        noise = torch.from_numpy(noise.astype(np.float32)).to(device)
+        with torch.no_grad():
+            actions, _, _ = sample(model, torch.from_numpy(obs).to(device), noise)
+        obs, _, _, _, infos = envs.step(actions.cpu().numpy())
+        for i, score in zip(infos.get("over", ()), infos.get("returns", ()), strict=True):
+            if running[i]:
+                scores[i], running[i] = score, False
+    envs.close()
+    if video is not None:
+        film(frames, video)
+    return float(scores.mean())
+
+
+def film(frames: list[np.ndarray], path: Path) -> None:
+    """Writes RGB frames (H, W, 3), one per step of 4 at 60 Hz, as mp4; failing costs the video."""
+    try:
+        from moviepy.video.io.ImageSequenceClip import ImageSequenceClip
+
+        path.parent.mkdir(exist_ok=True)
+        ImageSequenceClip(frames, fps=15).write_videofile(str(path), logger=None)
+    except Exception as error:  # of whatever kind: the encoder is a program of its own
+        reason = " ".join(str(error).split())
+        print(f"warning: no video of {len(frames)} frames: {reason}", file=sys.stderr)
+
+
+def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
+    """The states of all random generators but the environments'."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "action_space": action_space.np_random.bit_generator.state,
+    }
+
+
+def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    action_space.np_random.bit_generator.state = states["action_space"]
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> int:
+    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
+    partial_path = path.with_suffix(".partial")
+    try:
+        with partial_path.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial_path.replace(path)
+    except BaseException:
+        partial_path.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            whole = file.testzip() is None  # torch.load does not notice a flipped bit
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
+        checkpoint = None
+    if not isinstance(checkpoint, dict):
+        fail(f"{path} is damaged or was never a checkpoint")
+    if checkpoint.get("script") != SCRIPT:
+        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+    return checkpoint
+
+
+def resumed_dir(args: Args) -> Path:
+    """The run directory that --resume names, by itself or by the checkpoint in it."""
+    return Path(args.resume.removesuffix(CHECKPOINT))
+
+
+def launch() -> str | None:
+    """Names the launch of torchrun to which this process belongs, and all of its restarts."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    # with --master-addr every launch has the same: then it is that of torchrun's process
+    return f"{platform.node()} {os.getppid()}" if run_id == "none" else run_id
+
+
+def restarted_run() -> str | None:
+    """After a restart by torchrun, the launch's last run directory, if it has a checkpoint."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return None
+    mark = json.dumps(launch())
+    configs = [path for path in Path("runs").glob("*/config.json") if mark in path.read_text()]
+    found = max(configs, key=os.path.getmtime).parent if configs else None
+    if found is None or not (found / CHECKPOINT).exists():
+        print("restarted by torchrun: the run starts anew, it has no checkpoint", file=sys.stderr)
+        return None
+    print(f"restarted by torchrun: the run goes on with {found}", file=sys.stderr)
+    return str(found)
+
+
+SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
+OBS_SHAPE = (4, 84, 84)  # frames, height, width
+CROWD = 16  # environments per CPU core, above which a hint says what more are good for
+EVAL_SEED = 1_000_000_000  # added to --seed: evaluation plays games that training does not
+KL = METRICS.index("approx_kl")
+STEADY_AFTER = 3  # rollouts, then compilation and capture are over
+PATIENCE = timedelta(hours=1)  # for which processes wait for each other, as for an evaluation
+
+
+def train(args: Args, world: World, device: torch.device) -> Path:
+    """Trains and returns the run directory."""
+    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
+    start_step = checkpoint["global_step"] if checkpoint else 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
+    batch_size = args.num_envs * args.num_steps
+    total_timesteps = args.total_timesteps // batch_size * batch_size
+    watch = Stopwatch(
+        device, args.stopwatch, STEADY_AFTER * batch_size, trace_after=3, trace_iterations=1
+    )
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    # this process's part of all environments, of which the i-th has seed + i, whoever plays it
+    num_envs = args.num_envs // world.size
+    own = slice(world.rank * num_envs, (world.rank + 1) * num_envs)
+    # EnvPool cannot return to a moment of a game: a resumed run starts new ones
+    seed = args.seed + start_step + own.start
+    # speed: one group, or two that take turns; game i has seed + i in either case
+    size, groups = num_envs // (1 + args.overlap), []
+    for first in range(0, num_envs, size):
+        envs = AtariEnvs(args.env_id, size, seed + first, episodic_life=True, reward_clip=True)
+        groups.append(Group(envs, rows=slice(first, first + size)))
+    envs.action_space.seed(args.seed)
+    num_actions = int(envs.action_space.n)
+    agent = PPO(args, num_actions, device)
+    agent.equalize()
+    rollout = Rollout(args.num_steps, num_envs, device)
+    batch = rollout.batch()
+
+    # speed: all compilation and capture is set up here; the loop below does not know of it. Each
+    # function compiles when it is first called, and a graph is captured on its third call
+    if args.compile:
+        compile_agent(agent)
+    prepare = partial(agent.prepare, rollout)
+    if args.cudagraphs and device.type == "cuda":
+        agent.act, prepare = (CudaGraphModule(each, warmup=3) for each in (agent.act, prepare))
+        gradient = CudaGraphModule(partial(agent.gradient, batch), warmup=3)
+        agent.gradient = lambda _, index, scale: gradient(index, scale)  # of the batch where it is
+        agent.step = CudaGraphModule(agent.step, warmup=3)
+
+    kind = {"script": SCRIPT, "env_id": args.env_id, "num_actions": num_actions}
+    kind |= {"num_envs": args.num_envs}
+    # speed: of each group
+    for group in groups:
+        group.obs = group.envs.reset()
+    global_step, episodic_return = start_step, None
+    if checkpoint:
+        for name, mine in kind.items():
+            if checkpoint[name] != mine:
+                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError as error:  # networks of another shape: it names both
+            fail(f"{args.resume}: {' '.join(str(error).split())}")
+        set_rng_states(checkpoint["rng"], envs.action_space, device)
+        print(f"resumed at step {start_step:,} with new games: EnvPool keeps none", file=sys.stderr)
+
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{agree(int(time.time()))}"
+    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
+    if world.rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+        config = run_config(args, device) | {"processes": world.size, "torchrun": launch()}
+        (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
+        if args.track:
+            track(args, run_dir, config)
+        # rows that the run wrote after its checkpoint come again: readers drop the first ones
+        writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
+    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step", disable=world.rank > 0)
+
+    def due(every: int) -> bool:
+        """Whether this iteration passed a multiple of so many environment steps; 0: never."""
+        return every > 0 and global_step % every < batch_size
+
+    def save() -> None:
+        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
+        begin = time.perf_counter()
+        writer.flush()
+        state = kind | {
+            "args": asdict(args),
+            "global_step": global_step,
+            "agent": agent.state_dict(),
+            "rng": get_rng_states(envs.action_space, device),
+        }
+        try:
+            size = save_checkpoint(run_dir / CHECKPOINT, state)
+            seconds = time.perf_counter() - begin
+            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
+        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
+        bar.write(said, file=sys.stderr)
+
+    try:
+        while global_step < total_timesteps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - global_step / total_timesteps
+            agent.set_learning_rate(learning_rate)
+
+            # 1. Roll out: T steps with the policy as it is.
+            shape = args.num_steps, args.num_envs, num_actions
+            noise = torch.empty(shape, device=device).exponential_()[:, own]
+            games = []  # that end: step, score, length
+            # speed: one group's games go on, between `send` and `recv`, while the policy looks at
+            # the other's; with one group this is the loop of the baseline
+            rollout.host_final_values[:] = 0
+            turns = [(t, group) for t in range(args.num_steps) for group in groups]
+            lag = [None] * (len(groups) - 1)
+            for acting, receiving in zip(turns + lag, lag + turns, strict=True):
+                if acting is not None:
+                    t, group = acting
+                    with watch.stage("inference"):
+                        obs = rollout.store_obs(t, group.rows, group.obs)
+                        actions, log_probs, values = agent.act(obs, noise[t, group.rows])
+                        chosen = actions.cpu().numpy()
+                    with watch.stage("simulation"):
+                        group.envs.send(chosen)
+                    with watch.stage("replay"):
+                        rollout.actions[t, group.rows] = actions
+                        rollout.log_probs[t, group.rows] = log_probs
+                        rollout.values[t, group.rows] = values
+                if receiving is None:
+                    continue
+                t, group = receiving
+                with watch.stage("simulation"):
+                    # speed: of the group that has played on since the last turn
+                    group.obs, rewards, terminated, truncated, infos = group.envs.recv()
+
+                # Where an episode ended, the observation is already the next episode's first.
+                with watch.stage("replay"):
+                    # speed: by NumPy, to the device later
+                    rollout.host_rewards[t, group.rows] = rewards
+                    rollout.host_ended[t, group.rows] = terminated | truncated
+                    if truncated.any():
+                        index = np.flatnonzero(truncated)
+                        final_obs = torch.from_numpy(infos["final_obs"][index]).to(device)
+                        # speed: by NumPy
+                        final_values = agent.value(final_obs).cpu().numpy()
+                        rollout.host_final_values[t, group.rows][index] = final_values
+                global_step += len(rewards) * world.size
+
+                with watch.stage("logging"):
+                    for score, length in zip(
+                        infos.get("returns", ()), infos.get("lengths", ()), strict=True
+                    ):
+                        games.append((global_step, float(score), int(length)))
+
+            # 2. Learn from it in several epochs; with --target-kl, look after each.
+            with watch.stage("backpropagation"):
+                # speed: the one copy to the device
+                rollout.upload()
+                obs = np.concatenate([group.obs for group in groups])
+                prepare(agent.value(torch.from_numpy(obs).to(device)))
+                # each epoch has one order for each process
+                orders = [
+                    torch.randperm(batch_size // world.size, device=device)
+                    for _ in range(args.update_epochs * world.size)
+                ]
+                orders = torch.stack(orders[world.rank :: world.size])
+                # of the advantages in each minibatch and of what the explained variance needs
+                scales = moments(
+                    batch.advantages[orders].view(args.update_epochs * args.num_minibatches, -1),
+                    torch.stack([batch.returns - batch.values, batch.returns]),
+                )
+                error, spread = scales[-2:, 1]
+                scales = scales[:-2].to(batch.advantages.dtype)
+                scales = scales.view(args.update_epochs, args.num_minibatches, 2)
+                at_once = args.update_epochs if args.target_kl is None else 1
+                for epochs, scale in zip(orders.split(at_once), scales.split(at_once), strict=True):
+                    metrics = agent.learn(batch, epochs, scale)
+                    if args.target_kl is not None and metrics[KL] > args.target_kl:
+                        break
+
+            # 3. Log, on rank 0 alone, as all that follows.
+            with watch.stage("logging"):
+                games = gather(games)
+            if world.rank > 0:
+                continue
+            with watch.stage("logging"):
+                for step, episodic_return, length in games:
+                    writer.add_scalar("charts/episodic_return", episodic_return, step)
+                    writer.add_scalar("charts/episodic_length", length, step)
+                sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                writer.add_scalar("charts/SPS", sps, global_step)
+                if steady_sps:
+                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
+                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
+                explained = 1 - (error / spread) ** 2
+                writer.add_scalar("losses/explained_variance", explained.item(), global_step)
+                for name, value in zip(METRICS, metrics.tolist(), strict=True):
+                    writer.add_scalar(f"losses/{name}", value, global_step)
+                shown = f"{steady_sps or sps:,.0f} steps/s"
+                if episodic_return is not None:
+                    shown += f", return {episodic_return:,.1f}"
+                bar.set_postfix_str(shown, refresh=False)
+                bar.update(global_step - bar.n)
+
+            # 4. Evaluate and save, now and then and at the end.
+            last = global_step >= total_timesteps
+            if due(args.eval_every) or last and (args.eval_every or args.capture_video):
+                with watch.stage("evaluation"):
+                    video = run_dir / "videos" / f"step-{global_step}.mp4"
+                    video = video if args.capture_video else None
+                    eval_return = evaluate(agent.model, args, device, video)
+                    writer.add_scalar("charts/eval_return", eval_return, global_step)
+                    said = f"evaluation at step {global_step:,}: mean return {eval_return:,.1f}"
+                    bar.write(said, file=sys.stderr)
+            if due(args.checkpoint_every) or last and (args.checkpoint_every or args.save_model):
+                with watch.stage("checkpoint"):
+                    save()
+            watch.tick(global_step - start_step)
+    except KeyboardInterrupt:
+        print(f"\n{world}: interrupted after {global_step:,} steps", file=sys.__stderr__)
+        raise SystemExit(130) from None
+    finally:
+        bar.close()
+        # speed: each group's
+        for group in groups:
+            group.envs.close()
+        if world.rank == 0:
+            report = watch.report()
+            if report["warmup_seconds"] is not None:
+                writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
+            writer.close()
+            (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
+            print(f"run directory: {run_dir}")
+    return run_dir
+
+
+def main(args: Args) -> Path:
+    """Trains, as one of the processes that torchrun has started, and returns the run directory."""
+    world = World.of_torchrun()
+    check_args(args, world)
+    on_gpu = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
+    meet(world, device)
+    try:
+        if args.resume is None:
+            args = replace(args, resume=agree(restarted_run() if world.rank == 0 else None))
+        return train(args, world, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, a flag that is not given is what it was in that run."""
+    args = tyro.cli(Args)
+    if args.resume is None:
+        return args
+    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
+    return tyro.cli(Args, default=Args(**checkpoint["args"]))
+
+
+def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
+    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
+    if not isinstance(error.exc_value, OSError):
+        threading.__excepthook__(error)
+
+
+if __name__ == "__main__":
+    threading.excepthook = print_unless_raised_again
+    try:
+        # what each process of a machine finds wrong, and --help, the first one says for all
+        with quiet() if World.of_torchrun().local_rank else nullcontext():
+            main(parse_args())
+    except OSError as error:  # runs/ is read-only, the disk is full
+        fail(f"the run stops: {error}")
