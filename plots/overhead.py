@@ -41,7 +41,9 @@ LENGTH = {  # steps; after the warm-up about ten seconds or more
     "sac_continuous_action": 2000,
     "td3_continuous_action": 2500,
     "ppo_continuous_action": 18 * 2048,
+    "ppo_continuous_action_async": 18 * 2048,
     "ppo_atari_envpool": 6 * 8 * 128,
+    "ppo_atari_envpool_multigpu": 6 * 8 * 128,
     "ppo_cartpole_gpu": 12 * 4096 * 32,
     "ppo_pendulum_gpu": 20 * 4096 * 16,
 }

@@ -292,8 +292,41 @@ def checkpoint() -> str:
     return f"{said}(`sac_checkpoint_cpu.json`).\n"
 
 
+def devices() -> str:
+    """Acting and learning at the same time, against in turns."""
+    found = record("devices_continuous_cpu")
+    heading = ["", "steps/s", "of in turns", "return", "learner waits", "collector waits"]
+    table, names = [heading], {"baseline": "in turns, baseline", "variant": "in turns, variant"}
+    names["variant (two processes, in turns)"] = "in turns, variant, in two processes (`--sync`)"
+    names |= {f"{kind} (asynchronous)": f"at the same time, {kind}" for kind in names}
+    for row in found["rows"]:
+        waits = [row[f"{name}_waits"] for name in ("learner", "collector")]
+        line = [names[row["row"]], with_range(row["sps_steady"], "median")]
+        line += [f"{row['of_first']:.2f}x", with_range(row["return"])]
+        table.append(line + [f"{100 * w['median']:.0f}%" if w else "-" for w in waits])
+    rounds, steps = len(found["rounds"]), found["rounds"][0]["variant"]["config"]["args"]
+    said = f"HalfCheetah-v5, {steps['total_timesteps']:,} steps, {rounds} rounds in turns on "
+    said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
+    said += "10 episodes' mean return (`devices_continuous_cpu.md`, `python plots/devices.py`)."
+    return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
+
+
+def processes() -> str:
+    """One process against several."""
+    found = record("devices_atari_cpu")
+    table = [["", "steps/s", "of the script of one process"]]
+    for row in found["rows"]:
+        name = row["row"].partition("(")[2].rstrip(")") or "`ppo_atari_envpool_torchcompile`"
+        line = [name, with_range(row["sps_steady"], "median"), f"{row['of_first']:.2f}x"]
+        table.append(line)
+    said = f"Breakout-v5, `--compile`, {len(found['rounds'])} rounds in turns on "
+    said += f"{where(found['machine'])}: one process uses both cores already "
+    said += "(`devices_atari_cpu.md`, `python plots/devices.py --task atari`)."
+    return f"{as_markdown(table, labels=1)}\n\n{said} On GPUs: {NOT_MEASURED}.\n"
+
+
 FUNCTIONS = (speedup, breakdown, field, tricks, tips, overhead, learning)
-FUNCTIONS += (environments, training, checkpoint)
+FUNCTIONS += (environments, training, checkpoint, devices, processes)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 

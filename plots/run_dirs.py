@@ -85,6 +85,7 @@ def label(script: str) -> str:
     """A script's name as a figure has room for it."""
     algorithm, _, rest = script.partition("_")
     where = {"continuous_action": "", "atari_envpool": " Atari"}
+    where |= {"continuous_action_async": " async", "atari_envpool_multigpu": " Atari, multi-GPU"}
     where |= {"cartpole_gpu": " CartPole", "pendulum_gpu": " Pendulum"}
     return algorithm.upper() + where.get(rest, f" {rest}")
 

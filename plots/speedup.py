@@ -48,7 +48,9 @@ SHORT = {  # flags of a run that is just long enough for the steady window and t
     "sac_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1000},
     "td3_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1000},
     "ppo_continuous_action": {"--total-timesteps": 8 * 2048},
+    "ppo_continuous_action_async": {"--total-timesteps": 12 * 2048},
     "ppo_atari_envpool": {"--total-timesteps": 8 * 8 * 128},
+    "ppo_atari_envpool_multigpu": {"--total-timesteps": 8 * 8 * 128},
     "ppo_cartpole_gpu": {"--total-timesteps": 8 * 4096 * 32},
     "ppo_pendulum_gpu": {"--total-timesteps": 8 * 4096 * 16},
 }

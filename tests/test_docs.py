@@ -21,8 +21,10 @@ SCRIPTS = {
     for path in sorted((ROOT / "leanrl").glob("*.py"))
     if path.name not in NOT_SCRIPTS
 }
-PROGRAMS = ("ablation", "curves", "field", "overhead", "readme", "speedup")
+PROGRAMS = ("ablation", "curves", "devices", "field", "overhead", "readme", "speedup")
 OTHER_FLAGS = {
+    *("--standalone", "--nproc-per-node", "--max-restarts"),  # torchrun's
+    *("--nnodes", "--node-rank", "--master-addr"),
     "--generate",  # Ray's
     "--head",
     "--node-ip-address",
@@ -49,6 +51,12 @@ def test_paths_exist():
     assert not missing
 
 
+TORCHRUNS = [
+    line.replace("torchrun", "python").replace(words, " ")
+    for line, words in re.findall(r"(torchrun( .*? )leanrl/.*)", README)
+]
+
+
 def test_every_script_is_named():
     for path in (ROOT / "leanrl").glob("*.py"):
         assert path.name in README, f"{path.name} is not in README"
@@ -70,7 +78,9 @@ def test_flags_exist():
     assert not unknown
 
 
-@pytest.mark.parametrize("line", re.findall(r"python leanrl/(?!stopwatch|sweep)\S+\.py.*", README))
+@pytest.mark.parametrize(
+    "line", re.findall(r"python leanrl/(?!stopwatch|sweep)\S+\.py.*", README) + TORCHRUNS
+)
 def test_commands_parse(line):
     """Each command of README names a script and flags that the script has."""
     script, *words = line.split("#")[0].strip("`").split()[1:]

@@ -574,6 +574,35 @@ def test_ppo_is_one_algorithm(suffix):
         assert_same_source(adam | {name: found["Adam"][name] for name in names})
 
 
+@pytest.mark.parametrize("suffix", ["", "_torchcompile"], ids=["baseline", "variant"])
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        (
+            "ppo_continuous_action",
+            "ppo_continuous_action_async",
+            "make_envs RunningMeanStd Normalizer ActorCritic Batch ppo_loss evaluate",
+        ),
+        (
+            "ppo_atari_envpool",
+            "ppo_atari_envpool_multigpu",
+            "AtariEnvs ActorCritic Batch Rollout sample evaluate film",
+        ),
+    ],
+    ids=["asynchronous", "several GPUs"],
+)
+def test_more_processes_change_no_more_than_they_must(one, other, names, suffix):
+    """Why the tests of the script of one process need no repetition."""
+    names = names.split()
+    if suffix:
+        names += ["Adam", *(["LeanVectorEnv"] if "async" in other else ["Group"])]
+    for name in names:
+        sources = definitions("ppo_*.py")[name]
+        assert_same_source(
+            {file: sources[file] for file in (f"{x}{suffix}.py" for x in (one, other))}
+        )
+
+
 # Learning
 
 
