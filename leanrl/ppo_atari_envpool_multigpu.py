@@ -6,10 +6,10 @@
     python leanrl/ppo_atari_envpool_multigpu.py                 # one process, without torchrun
     python leanrl/ppo_atari_envpool_multigpu.py --help          # every flag
 
-On several nodes, run the same line on each with torchrun's `--nnodes 2 --node-rank 0 --master-addr
-HOST` in place of `--standalone`, where HOST is the address of the node with rank 0. With torchrun's
-`--max-restarts 3` and the script's `--checkpoint-every 100000`, a process that dies costs no more
-than the way since the last checkpoint.
+On two nodes run the line on each, on HOST itself with torchrun's `--nnodes 2 --node-rank 0
+--master-addr HOST` in place of `--standalone`, on the other one with `--node-rank 1`. On one node,
+with torchrun's `--max-restarts 3` and the script's `--checkpoint-every 100000`, a process that dies
+costs no more than the way since the last checkpoint.
 
 The algorithm is that of ppo_atari_envpool.py, which says where it comes from; `diff` shows what
 several processes need. torchrun starts one per GPU, or shares the CPU's cores among them. Each
@@ -24,14 +24,15 @@ larger: for a larger one, raise --num-envs.
 - The initial weights are those of rank 0, since equal seeds do not make them equal everywhere.
 - Every process has the same random stream, draws for all and uses its part.
 - Advantages are normalized over a whole minibatch, of all processes.
-- Rank 0 alone logs, evaluates and saves, while the others wait; the nodes of a run must share
-  the directory with its checkpoint to go on from there.
-- When a process dies, all others end, each with a line that says so.
+- Rank 0 alone logs, evaluates, saves and reads the checkpoint to go on from; the others wait as
+  soon as they need it, for an hour at most.
+- When a process dies, all others end, each with a line that says so; on GPUs torchrun may have to
+  end them by force, after 30 seconds.
 
 Its twin ppo_atari_envpool_multigpu_torchcompile.py is this file with the hunks marked `# speed:`,
 so `diff` shows what each trick costs in code.
 
-Measured: not measured on GPUs.
+Not measured on GPUs.
 
 Shapes: W processes, T steps of a rollout, N environments of a process, B batch, A actions, O = 4 x
 84 x 84. A run writes runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files
@@ -43,7 +44,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import random
 import re
 import signal
@@ -539,7 +539,7 @@ def quiet():
         yield
 
 
-def meet(world: World, device: torch.device) -> None:
+def connect(world: World, device: torch.device) -> None:
     """Waits for all processes and connects them."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -557,34 +557,36 @@ def meet(world: World, device: torch.device) -> None:
     )
 
 
-def together(collective: Callable, *arguments) -> None:
+def collective(function: Callable, *arguments) -> None:
     """Calls a function of torch.distributed in which all processes take part.
 
     When another process is gone, this one says so and ends.
     """
     try:
-        collective(*arguments)
+        function(*arguments)
     except RuntimeError as error:
-        if type(error) not in (RuntimeError, dist.DistBackendError):
-            raise  # a fault of CUDA, thus of this process
+        reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split()))
+        if not re.search("closed|reset|broken pipe|timed? ?out|remote", reason, re.IGNORECASE):
+            raise  # something else is wrong
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would interrupt the end
-        reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).partition(". ")[0]
         said = f"{World.of_torchrun()} stops: another process is gone ({reason})"
-        print(f"\nerror: {said}", file=sys.__stderr__)
+        print(f"\nerror: {said}", file=sys.__stderr__, flush=True)
+        if torch.cuda.is_initialized():
+            os._exit(1)  # whatever else would wait for kernels that wait for that process
         raise SystemExit(1) from None
 
 
 def agree(value):
     """What rank 0 has as `value`."""
     values = [value]
-    together(dist.broadcast_object_list, values)
+    collective(dist.broadcast_object_list, values)
     return values[0]
 
 
 def gather(rows: list[tuple]) -> list[tuple]:
     """The rows of all processes, ordered by their first field, on rank 0; elsewhere none."""
     gathered = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    together(dist.gather_object, rows, gathered)
+    collective(dist.gather_object, rows, gathered)
     return sorted(chain(*gathered or []), key=itemgetter(0))
 
 
@@ -598,7 +600,7 @@ def moments(*samples: torch.Tensor) -> torch.Tensor:
         return torch.stack([torch.ones_like(x), x, x.square()]).sum(dim=2)
 
     totals = torch.cat([sums(x.double()) for x in samples], dim=1)  # (3, K)
-    together(dist.all_reduce, totals)
+    collective(dist.all_reduce, totals)
     count, total, squares = totals
     mean = total / count
     variance = (squares - total * mean) / (count - 1)
@@ -895,7 +897,7 @@ def ppo_loss(
 
 
 class PPO:
-    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+    """Network, optimizer and gradient steps, whose metrics are averaged with the gradients."""
 
     def __init__(self, args: Args, num_actions: int, device: torch.device):
         self.args = args
@@ -947,11 +949,11 @@ class PPO:
             torch.add(advantages, rollout.values, out=rollout.returns)
 
     def equalize(self) -> None:
-        """Gives all processes the parameters of rank 0, by way of the gradients' place."""
+        """Gives all processes the parameters of rank 0, through the gradients' buffer."""
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.grad.copy_(parameter)
-            together(dist.broadcast, self.shared, 0)
+            collective(dist.broadcast, self.shared, 0)
             for parameter in self.parameters:
                 parameter.copy_(parameter.grad)
 
@@ -963,8 +965,8 @@ class PPO:
         self.metrics.copy_(metrics)
 
     def average(self) -> None:
-        """Makes them those of the whole minibatch: all shares are of one size."""
-        together(dist.all_reduce, self.shared)
+        """Averages `shared` over the processes: all shares of a minibatch are of one size."""
+        collective(dist.all_reduce, self.shared)
         self.shared /= dist.get_world_size()
 
     def step(self) -> None:
@@ -1109,14 +1111,14 @@ def launch() -> str | None:
     """Names the launch of torchrun to which this process belongs, and all of its restarts."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     # with --master-addr every launch has the same: then it is that of torchrun's process
-    return f"{platform.node()} {os.getppid()}" if run_id == "none" else run_id
+    return f"process {os.getppid()}" if run_id == "none" else run_id
 
 
 def restarted_run() -> str | None:
     """After a restart by torchrun, the launch's last run directory, if it has a checkpoint."""
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
         return None
-    mark = json.dumps(launch())
+    mark = f'"torchrun": {json.dumps(launch())}'
     configs = [path for path in Path("runs").glob("*/config.json") if mark in path.read_text()]
     found = max(configs, key=os.path.getmtime).parent if configs else None
     if found is None or not (found / CHECKPOINT).exists():
@@ -1137,7 +1139,10 @@ PATIENCE = timedelta(hours=1)  # for which processes wait for each other, as for
 
 def train(args: Args, world: World, device: torch.device) -> Path:
     """Trains and returns the run directory."""
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
+    if agree(asdict(args)) != asdict(args):
+        fail(f"{world} has other flags than rank 0")
+    loads = args.resume and world.rank == 0
+    checkpoint = agree(load_checkpoint(resumed_dir(args) / CHECKPOINT) if loads else None)
     start_step = checkpoint["global_step"] if checkpoint else 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
     batch_size = args.num_envs * args.num_steps
@@ -1334,13 +1339,17 @@ def main(args: Args) -> Path:
     check_args(args, world)
     on_gpu = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
-    meet(world, device)
+    connect(world, device)
     try:
         if args.resume is None:
             args = replace(args, resume=agree(restarted_run() if world.rank == 0 else None))
-        return train(args, world, device)
-    finally:
-        dist.destroy_process_group()
+        run_dir = train(args, world, device)
+    except BaseException:
+        if device.type == "cpu":  # a GPU may be waiting for a process that is gone
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+    return run_dir
 
 
 def parse_args() -> Args:

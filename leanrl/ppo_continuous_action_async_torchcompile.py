@@ -133,9 +133,9 @@ class Args:
 
     # speed: each works alone, together and not at all
     compile: bool = False
-    """compile learning with torch.compile"""
+    """compile learning with torch.compile, and acting on a GPU"""
     cudagraphs: bool = False
-    """replay the preparation of a rollout and all its epochs as CUDA graphs"""
+    """replay the preparation of a rollout and all its epochs as CUDA graphs, and acting on a GPU"""
 
 
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
@@ -818,7 +818,6 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
 
     def load_state_dict(self, checkpoint: dict, seed: int) -> None:
         """Goes there; what does not repeat itself starts afresh, environment i by seed + i."""
-        self.env.reset(seed=seed)
         self.normalizer.load_state_dict(checkpoint["normalizer"])
         self.raw_obs = repeat_episodes(self.env, checkpoint, seed)
         self.obs = checkpoint["normalized_obs"].numpy()
@@ -856,11 +855,12 @@ def check_devices(function: Callable, device: torch.device) -> Callable:
     DeviceError names the tensor, the device on which it is and the one on which it belongs.
     """
     signature = inspect.signature(function)
+    title = getattr(function, "__qualname__", type(function).__name__)
 
     def check(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
             if tensor.device != device:
-                where = f"{function.__qualname__}: {name} is on {tensor.device}"
+                where = f"{title}: {name} is on {tensor.device}"
                 raise DeviceError(f"{where}, expected {device}")
 
     @wraps(function)
@@ -954,8 +954,8 @@ class Slot:
     """What travels between learner and collector, in CPU memory that both see.
 
     On the way there the weights to act with (P,), their version and standard normal noise
-    (T, N, A), on the way back also the rollout that was made with them. Straight from one device
-    to another, CUDA would take memory on both for each process.
+    (T, N, A), on the way back also the rollout that was made with them. Not straight from one GPU
+    to another: that would open a context on both in each process.
     """
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, num_parameters: int):
@@ -1054,7 +1054,7 @@ class Policy:
 
     def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
         self.model = ActorCritic(obs_dim, action_dim).to(device)
-        # speed: a GPU has its own way
+        # speed: what acts on a GPU, to be compiled and captured there; on a CPU NumPy does
         self.device = device
         self.on_gpu = {"actor_mean": self.model.actor_mean, "critic": self.model.critic}
 
@@ -1091,7 +1091,7 @@ class Policy:
         """obs (N, O), standard normal noise (N, A) -> actions (N, A)."""
         return self.forward("actor_mean", obs) + self.std * noise
 
-    # speed: as `act`
+    # speed: without PyTorch, as `act`
     def value(self, obs: np.ndarray) -> np.ndarray:
         """obs (N, O) -> values (N,)."""
         # speed: without PyTorch
@@ -1239,14 +1239,18 @@ def compile_agent(agent: PPO) -> None:
     agent.update = torch.compile(agent.update, fullgraph=True)
 
 
-class WorkerError(RuntimeError):
-    """A process of this run died; the message has its traceback, or tells what killed it."""
+class WorkerError(BaseException):
+    """A process of this run died; the message has its traceback, or tells what killed it.
+
+    It comes at any moment, as KeyboardInterrupt does, and passes `except Exception` as that does.
+    """
 
 
 class Worker:
-    """A process of this run, with a pipe to it. It dies with this process, however that ends.
+    """A process of this run, with a pipe to it, which dies with this one, however that ends.
 
-    Not the other way round: `check` raises WorkerError when it is dead.
+    When it dies alone, WorkerError says so: from `send` and `receive`, and from `check`, which
+    notices at once where it is called on SIGCHLD. To be used in the main thread, as signals are.
     """
 
     def __init__(self, name: str, function: Callable, *args):
@@ -1258,26 +1262,26 @@ class Worker:
         arguments = function, pipe, last_words, *args
         self.process = context.Process(target=work, args=arguments, name=name, daemon=True)
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self.process.start()  # inherits this: on Ctrl-C the learner ends it, and nobody else
-        signal.signal(signal.SIGINT, handler)
+        try:
+            self.process.start()  # inherits this: on Ctrl-C the learner ends it, and nobody else
+        finally:
+            signal.signal(signal.SIGINT, handler)
         pipe.close()
         last_words.close()
 
     def check(self) -> None:
-        """WorkerError if it is dead and was not told to end."""
+        """WorkerError if it has failed or was killed."""
         if self.process.exitcode:
             raise self.error()
 
     def error(self) -> WorkerError:
         if self.reason is None:
-            code = self.process.exitcode or 0
-            self.reason = (
-                f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-            )
             try:
                 self.reason = self.last_words.recv()
             except EOFError:  # it had no time for any
-                pass
+                code = self.process.exitcode or 0
+                signal_or_status = signal.Signals(-code).name if code < 0 else f"status {code}"
+                self.reason = f"ended by {signal_or_status}" if code else "told to end by SIGTERM"
         return WorkerError(f"the {self.name} died: {self.reason}")
 
     def send(self, message: Any) -> None:
@@ -1311,31 +1315,31 @@ def work(function: Callable, pipe: Connection, last_words: Connection, *args) ->
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=die_with_parent, daemon=True).start()
-    torch.set_num_threads(1)  # the learner has the others
+    torch.set_num_threads(1)  # the others are the learner's
     try:
         function(pipe, *args)
     except KeyboardInterrupt:  # Worker.end
         pass
     except Exception:
-        last_words.send(traceback.format_exc())
+        last_words.send(traceback.format_exc()[-3000:])  # a pipe takes so much before it is read
         sys.stdout.flush()
         os._exit(1)  # without Python's good-byes, of half a second
 
 
 def collect(
-    pipe: Connection,
-    args: Args,
-    slots: list[Slot],
-    start_step: int,
-    checkpoint: bytes,
-    report_path: Path,
+    pipe: Connection, args: Args, slots: list[Slot], start_step: int, report_path: Path
 ) -> None:
     """What the collector does: makes rollouts, each in the slot and with the weights that it gets.
 
-    A request is the index of a slot and whether the environments' state after the rollout is
-    wanted. The answer is (step, return, length) of each episode that ended, that state, pickled,
-    and the seconds of waiting for the request.
+    First it gets the state of the environments to go on with, if there is one. Then a request is
+    the index of a slot and whether the environments' state after the rollout is wanted; the answer
+    is (step, return, length) of each episode that ended, that state and the seconds of waiting for
+    the request. States are pickled: tensors would become shared memory on the way.
     """
+    # for what an environment draws elsewhere than from its own generator
+    random.seed(args.seed + start_step)
+    np.random.seed(args.seed + start_step)
+    torch.manual_seed(args.seed + start_step)
     device = choose_device(args.collector_device)
     batch_size = args.num_envs * args.num_steps
     watch = Stopwatch(
@@ -1347,15 +1351,16 @@ def collect(
     policy = Policy(
         envs.single_observation_space.shape[0], envs.single_action_space.shape[0], device
     )
-    # speed: on a GPU acting is one launch
+    # speed: on a GPU acting becomes few launches, or one
     if args.compile and device.type == "cuda":
         policy.on_gpu = {name: torch.compile(network) for name, network in policy.on_gpu.items()}
     if args.cudagraphs and device.type == "cuda":
         graphs = {name: CudaGraphModule(n, warmup=3) for name, n in policy.on_gpu.items()}
         policy.on_gpu = graphs
     obs, _ = envs.reset(seed=args.seed)
-    if start_step > 0:
-        normalized.load_state_dict(pickle.loads(checkpoint), args.seed + start_step)
+    state = pickle.loads(pipe.recv())
+    if state is not None:
+        normalized.load_state_dict(state, args.seed + start_step)
         # speed: an array
         obs = normalized.obs
     global_step, begin = start_step, time.perf_counter()
@@ -1408,7 +1413,6 @@ def collect(
             begin = time.perf_counter()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        envs.close()
         print("the collector:")
         report_path.write_text(json.dumps(watch.report(), indent=2))
 
@@ -1416,37 +1420,45 @@ def collect(
 class Evaluator(Worker):
     """Evaluates weights of one iteration after the other while the training goes on."""
 
-    def __init__(self, args: Args, obs_dim: int, action_dim: int):
-        super().__init__("evaluator", answer, args, obs_dim, action_dim)
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, videos: Path | None):
+        super().__init__("evaluator", answer, args, obs_dim, action_dim, videos)
         self.requests, self.busy = deque(), False
 
-    def ask(self, global_step: int, weights: torch.Tensor, normalizer: dict, video: Path | None):
-        """For the mean return of weights (P,); `answers` will have it."""
-        arrays = {name: tensor.numpy() for name, tensor in normalizer.items()}
-        weights = weights.cpu().numpy().copy()  # which go on being learned
-        self.requests.append((global_step, weights, arrays, video))
+    def request(self, global_step: int, weights: torch.Tensor, normalizer: dict) -> None:
+        """Lines up for the mean return of weights (P,), which `answers` will have."""
+        weights = weights.to("cpu", copy=True)  # which go on being learned
+        request = {"global_step": global_step, "weights": weights, "normalizer": normalizer}
+        self.requests.append(request)
 
     def answers(self, wait: bool) -> Iterator[tuple[int, float]]:
-        """(step, mean return) of what is evaluated by now; with `wait`, of all."""
-        while self.requests or self.busy:
-            if self.busy:
-                if not wait and not self.pipe.poll():
-                    return
-                yield self.receive()
-            self.busy = len(self.requests) > 0
-            if self.busy:
-                self.send(self.requests.popleft())
+        """(step, mean return) of what is evaluated by now; with `wait`, of all.
+
+        Sends the next request when the one before is answered, so it must be asked now and then.
+        """
+        while self.requests:
+            if not self.busy:
+                self.send(pickle.dumps(self.requests[0]))
+                self.busy = True
+            if not wait and not self.pipe.poll():
+                return
+            yield self.receive()
+            self.requests.popleft()
+            self.busy = False
 
 
-def answer(pipe: Connection, args: Args, obs_dim: int, action_dim: int) -> None:
+def answer(
+    pipe: Connection, args: Args, obs_dim: int, action_dim: int, videos: Path | None
+) -> None:
     """What the evaluator does."""
     device = choose_device(args.eval_device)
     policy = Policy(obs_dim, action_dim, device)
     normalizer = Normalizer(args.num_envs, obs_dim, args.gamma)
     while True:
-        global_step, weights, arrays, video = pipe.recv()
-        policy.load(torch.from_numpy(weights))
-        normalizer.load_state_dict({name: torch.from_numpy(a) for name, a in arrays.items()})
+        request = pickle.loads(pipe.recv())
+        policy.load(request["weights"])
+        normalizer.load_state_dict(request["normalizer"])
+        global_step = request["global_step"]
+        video = videos and videos / f"step-{global_step}"
         pipe.send((global_step, evaluate(policy.model, normalizer, args, device, video)))
 
 
@@ -1591,6 +1603,7 @@ def resumed_dir(args: Args) -> Path:
 
 
 SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
+ENV_STATE = ("normalizer", "envs", "obs", "normalized_obs")  # of a checkpoint: the collector's
 EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
 KL = METRICS.index("approx_kl")
 STEADY_AFTER = 3  # rollouts, then compilation and capture are over
@@ -1624,10 +1637,6 @@ def main(args: Args) -> Path:
     agent = PPO(args, obs_dim, action_dim, device)
     size = len(agent.weights())
     slots = [Slot(args, obs_dim, action_dim, size) for _ in range(max_staleness + 1)]
-    if args.check_devices:
-        agent.prepare, agent.learn = (
-            check_devices(f, device) for f in (agent.prepare, agent.learn)
-        )
 
     # speed: all compilation and capture is set up here; the loop below does not know of it. Each
     # function compiles when it is first called, and a graph is captured on its third call
@@ -1635,9 +1644,8 @@ def main(args: Args) -> Path:
         torch.set_num_threads(1)  # layers of 64 are too small to share
     if args.compile:
         compile_agent(agent)
-    prepare = agent.prepare
     if args.cudagraphs and device.type == "cuda":
-        prepare = CudaGraphModule(prepare, warmup=3)
+        agent.prepare = CudaGraphModule(agent.prepare, warmup=3)
         agent.learn = CudaGraphModule(agent.learn, warmup=3)
 
     kind = {"script": SCRIPT, "env_id": args.env_id, "obs_dim": obs_dim, "action_dim": action_dim}
@@ -1651,8 +1659,14 @@ def main(args: Args) -> Path:
             agent.load_state_dict(checkpoint["agent"])
         except RuntimeError as error:  # networks of another shape: it names both
             fail(f"{args.resume}: {' '.join(str(error).split())}")
-        version, env_state = checkpoint["version"], checkpoint
+        version = checkpoint["version"]
+        env_state = {name: checkpoint[name] for name in ("env_id", *ENV_STATE)}
         set_rng_states(checkpoint["rng"], envs.action_space, device)
+
+    if args.check_devices:
+        agent.prepare, agent.learn = (
+            check_devices(f, device) for f in (agent.prepare, agent.learn)
+        )
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
@@ -1685,9 +1699,10 @@ def main(args: Args) -> Path:
     def slot_of(rollout: int) -> Slot:
         return slots[rollout % len(slots)]
 
-    def end_of(rollout: int) -> int:
-        """The global step after this rollout."""
-        return global_step + (rollout - version + 1) * batch_size
+    def end_of(rollout: int) -> int | None:
+        """The global step after this rollout; None if the run is over before."""
+        begin = global_step + (rollout - version) * batch_size
+        return begin + batch_size if begin < total_timesteps else None
 
     def fill(slot: Slot) -> None:
         """Publishes the weights, and the noise to act with."""
@@ -1698,21 +1713,22 @@ def main(args: Args) -> Path:
     def hand_out(rollout: int) -> None:
         """Lets the collector make it, unless the run is over before."""
         step = end_of(rollout)
-        if step <= total_timesteps:
+        if step is not None:
             collector.send((rollout % len(slots), evaluates(step) or saves(step)))
 
     def save() -> None:
         """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
         begin = time.perf_counter()
         writer.flush()
-        handed_out = range(version, version + max_staleness)
+        handed_out = [n for n in range(version, version + max_staleness) if end_of(n) is not None]
         state = kind | {
             "args": asdict(args),
             "global_step": global_step,
             "version": version,
             "agent": agent.state_dict(),
             **env_state,
-            "slots": [slot_of(n).state_dict() for n in handed_out if end_of(n) <= total_timesteps],
+            "slots": [slot_of(rollout).state_dict() for rollout in handed_out],
+            "evaluations": list(evaluator.requests) if evaluator else [],
             "rng": get_rng_states(envs.action_space, device),
         }
         try:
@@ -1727,16 +1743,19 @@ def main(args: Args) -> Path:
     handler = signal.signal(signal.SIGCHLD, look_after_workers)  # when a process of ours ends
     try:
         report_path = run_dir / f"stages_collector{suffix}"
-        arguments = args, slots, start_step, pickle.dumps(env_state), report_path
-        collector = Worker("collector", collect, *arguments)
+        collector = Worker("collector", collect, args, slots, start_step, report_path)
         workers.append(collector)
         if args.eval_every or args.capture_video:
-            evaluator = Evaluator(args, obs_dim, action_dim)
+            evaluator = Evaluator(args, obs_dim, action_dim, run_dir / "videos" if films else None)
+            evaluator.requests.extend(checkpoint["evaluations"] if checkpoint else ())
             workers.append(evaluator)
-        before = checkpoint["slots"] if checkpoint else []  # handed out, but not made to the end
-        for rollout in range(version, version + max_staleness):
-            if rollout - version < len(before):
-                slot_of(rollout).load_state_dict(before[rollout - version])
+        collector.send(pickle.dumps(env_state))
+        unfinished = checkpoint["slots"] if checkpoint else []  # rollouts when it was written
+        if unfinished and unfinished[0]["noise"].shape != slots[0].noise.shape:
+            unfinished = []
+        for i, rollout in enumerate(range(version, version + max_staleness)):
+            if i < len(unfinished):
+                slot_of(rollout).load_state_dict(unfinished[i])
             else:
                 fill(slot_of(rollout))
             hand_out(rollout)
@@ -1751,18 +1770,19 @@ def main(args: Args) -> Path:
             with watch.stage("replay"):
                 fill(slot_of(version + max_staleness))
                 hand_out(version + max_staleness)
-                begin = time.perf_counter()
-                episodes, env_state, waited = collector.receive()
-                waits = {"learner": time.perf_counter() - begin, "collector": waited}
-                env_state = env_state and pickle.loads(env_state)
+            begin = time.perf_counter()
+            episodes, state, waited = collector.receive()
+            waits = {"learner": time.perf_counter() - begin, "collector": waited}
+            with watch.stage("replay"):
                 slot = slot_of(version)
                 rollout, staleness = slot.rollout.to(device), version - slot.version.item()
+            env_state = state and pickle.loads(state)
             global_step += batch_size
 
             # 2. Learn from it in several epochs; with --target-kl, look after each.
             with watch.stage("backpropagation"):
                 # speed: from the weights that acted
-                returns, values = prepare(vars(rollout), slot.weights.to(device))
+                returns, values = agent.prepare(vars(rollout), slot.weights.to(device))
                 orders = [
                     torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)
                 ]
@@ -1802,8 +1822,7 @@ def main(args: Args) -> Path:
             if evaluator is not None:
                 with watch.stage("evaluation"):
                     if evaluates(global_step):
-                        video = run_dir / "videos" / f"step-{global_step}" if films else None
-                        evaluator.ask(global_step, agent.weights(), env_state["normalizer"], video)
+                        evaluator.request(global_step, agent.weights(), env_state["normalizer"])
                     for step, eval_return in evaluator.answers(wait=global_step >= total_timesteps):
                         writer.add_scalar("charts/eval_return", eval_return, step)
                         said = f"evaluation at step {step:,}: mean return {eval_return:,.1f}"
@@ -1816,6 +1835,8 @@ def main(args: Args) -> Path:
         print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # once is enough: the rest takes seconds
         signal.signal(signal.SIGCHLD, handler)
         bar.close()
         for worker in workers:
@@ -1827,6 +1848,8 @@ def main(args: Args) -> Path:
         writer.close()
         (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
         print(f"run directory: {run_dir}")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
     return run_dir
 
 

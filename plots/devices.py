@@ -6,9 +6,9 @@
 
 Rounds in turns: every row once, each in a process of its own; round n with seed n. PPO on
 HalfCheetah-v5: the synchronous scripts and the asynchronous ones, baseline and variant with
---compile (on a GPU --cudagraphs too). Without a GPU all is on the CPU; with one, acting and
-evaluation are on the CPU or on the GPU as the row says. Atari on Breakout-v5, the variant: the
-script of one process, and torchrun with 1 and 2, on a machine with GPUs with as many as it has.
+--compile (on a GPU --cudagraphs too). Without a GPU all is on the CPU; with one, acting is on the
+CPU or on the GPU as the row says. Atari on Breakout-v5, the variant: the script of one process, and
+torchrun with 1 and 2, on a machine with GPUs with as many as it has and 8 games can be shared by.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of first        median over the rounds of steps/s divided by the synchronous (Atari: the
@@ -16,6 +16,7 @@ script of one process, and torchrun with 1 and 2, on a machine with GPUs with as
     return          mean over the rounds, and range, of the mean of the last 10 episodes
     learner waits   percent of the time in which the learner waits for a rollout, median
     collector waits and the collector for weights
+    warm-up s       median seconds until that window, with a cold compiler cache or a warm one
 
 On a GPU also how much memory a process takes on it that only says hello: what each further one
 costs. Written to plots/out/: devices_TASK.md, .json and logs/. Exit status 1 if a run failed.
@@ -45,15 +46,17 @@ sys.stdin.read()
 
 
 def commands(task: str, gpus: int) -> dict[str, list[str]]:
-    """{row: its command without seed, steps and name}; a row is compared with the first above it
-    that has nothing in brackets."""
+    """{row: its command without seed, steps and name}.
+
+    A row with something in brackets is compared with the row that has its name without them.
+    """
     speed = ["--compile", *["--cudagraphs"] * (gpus > 0)]
     python, torchrun = [sys.executable], [sys.executable, "-m", "torch.distributed.run"]
     if task == "atari":
         script = "leanrl/ppo_atari_envpool{}_torchcompile.py"
         several = script.format("_multigpu")
         rows = {"one script": [*python, script.format(""), *speed]}
-        for count in (1, 2) if gpus == 0 else range(1, gpus + 1):
+        for count in (n for n in range(1, (gpus or 2) + 1) if 8 % n == 0):
             start = [*torchrun, "--standalone", "--nproc-per-node", str(count)]
             rows[f"one script (torchrun, processes: {count})"] = [*start, several, *speed]
         return rows
@@ -63,9 +66,13 @@ def commands(task: str, gpus: int) -> dict[str, list[str]]:
         rows[kind] = [*python, script.format(suffix), *flags]
         rows[f"{kind} (asynchronous)"] = several
         if gpus:
-            there = ["--collector-device", "cuda", "--eval-device", "cuda"]
-            rows[f"{kind} (asynchronous, all on the GPU)"] = [*several, *there]
-    rows["variant (two processes, in turns)"] = [*several, "--sync"]
+            rows[f"{kind} (asynchronous, all on the GPU)"] = [
+                *several,
+                "--collector-device",
+                "cuda",
+            ]
+        if kind == "variant":
+            rows["variant (two processes, in turns)"] = [*several, "--sync"]
     return rows
 
 
@@ -92,9 +99,9 @@ def measure(row: str, seed: int, options: argparse.Namespace, progress) -> dict:
     for name, tag in waits.items():
         if tag in series:
             seconds, waited = series[tag].seconds, series[tag].values
-            steady = slice(3, None)  # as the stopwatch's window
-            whole = seconds[-1] - seconds[steady][0]
-            result[f"{name}_waits"] = float(waited[steady][1:].sum() / whole) if whole > 0 else None
+            begin = 2  # the rollout with which the stopwatch's window opens
+            whole = seconds[-1] - seconds[begin] if len(seconds) > begin + 1 else None
+            result[f"{name}_waits"] = float(waited[begin + 1 :].sum() / whole) if whole else None
     words = [word.replace(sys.executable, "python") for word in command]
     return result | {"command": shlex.join(words), "config": run.config}
 
@@ -107,7 +114,8 @@ def cost_of_a_process() -> int:
     free, _ = torch.cuda.mem_get_info()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HELLO], **pipes, text=True) as process:
-        process.stdout.readline()
+        if process.stdout.readline() != "hello\n":
+            raise RuntimeError("another process cannot use the GPU")
         left, _ = torch.cuda.mem_get_info()
         process.stdin.close()
     return free - left
@@ -186,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
         above = [f"Acting and learning on devices: {command}", *run_dirs.describe(hardware)]
         above.append(f"{env_id}, {options.steps:,} environment steps per run")
         record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
-        record |= {"rounds": rounds, "failures": failures}
+        record |= {"rounds": rounds, "failures": [text.splitlines()[0] for text in failures]}
         if gpus:
             record["cuda_process_bytes"] = cost_of_a_process()
             above.append(

@@ -296,16 +296,17 @@ def devices() -> str:
     """Acting and learning at the same time, against in turns."""
     found = record("devices_continuous_cpu")
     heading = ["", "steps/s", "of in turns", "return", "learner waits", "collector waits"]
-    table, names = [heading], {"baseline": "in turns, baseline", "variant": "in turns, variant"}
+    table, names = [heading], {}
+    for kind in ("baseline", "variant"):
+        names |= {kind: f"in turns, {kind}", f"{kind} (asynchronous)": f"at the same time, {kind}"}
     names["variant (two processes, in turns)"] = "in turns, variant, in two processes (`--sync`)"
-    names |= {f"{kind} (asynchronous)": f"at the same time, {kind}" for kind in names}
     for row in found["rows"]:
         waits = [row[f"{name}_waits"] for name in ("learner", "collector")]
         line = [names[row["row"]], with_range(row["sps_steady"], "median")]
         line += [f"{row['of_first']:.2f}x", with_range(row["return"])]
         table.append(line + [f"{100 * w['median']:.0f}%" if w else "-" for w in waits])
-    rounds, steps = len(found["rounds"]), found["rounds"][0]["variant"]["config"]["args"]
-    said = f"HalfCheetah-v5, {steps['total_timesteps']:,} steps, {rounds} rounds in turns on "
+    rounds, args = len(found["rounds"]), found["rounds"][0]["variant"]["config"]["args"]
+    said = f"HalfCheetah-v5, {args['total_timesteps']:,} steps, {rounds} rounds in turns on "
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
     said += "10 episodes' mean return (`devices_continuous_cpu.md`, `python plots/devices.py`)."
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
@@ -320,7 +321,7 @@ def processes() -> str:
         line = [name, with_range(row["sps_steady"], "median"), f"{row['of_first']:.2f}x"]
         table.append(line)
     said = f"Breakout-v5, `--compile`, {len(found['rounds'])} rounds in turns on "
-    said += f"{where(found['machine'])}: one process uses both cores already "
+    said += f"{where(found['machine'])} "
     said += "(`devices_atari_cpu.md`, `python plots/devices.py --task atari`)."
     return f"{as_markdown(table, labels=1)}\n\n{said} On GPUs: {NOT_MEASURED}.\n"
 

@@ -218,6 +218,7 @@ def incomparable(runs: list[Run]) -> str | None:
             # how many threads to take is a script's own choice
             pairs["cpu"] = [config["cpu"] | {"threads": None} for config in configs]
             if run.script == other.script:
+                pairs["processes"] = [config.get("processes", 1) for config in configs]
                 one, another = (config["args"] for config in configs)
                 names = one.keys() | another.keys()
                 if (run.row == "baseline") != (other.row == "baseline"):

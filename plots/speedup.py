@@ -340,6 +340,7 @@ def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
             same = run.config["command"] == " ".join(job.command[1:])
             same = same and all(run.config[key] == here[key] for key in ("gpu", "versions"))
             same = same and run.config["cpu"]["model"] == here["cpu"]["model"]
+            same = same and run.config.get("processes", 1) == 1  # torchrun is not in the command
             if same and script.stat().st_mtime < (run.path / "config.json").stat().st_mtime:
                 kept[job.name] = run
     return kept

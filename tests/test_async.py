@@ -164,6 +164,7 @@ def test_a_compiled_run_is_the_eager_one():
 def test_a_run_resumes_to_the_last_bit(module, flags, monkeypatch):
     """Although it was interrupted while rollouts were being made, and with two evaluations."""
     flags |= {"total_timesteps": 512, "num_envs": 2, "num_steps": 32, "checkpoint_every": 192}
+    flags |= {"eval_every": 64, "eval_episodes": 2}
     whole = train(module, **flags, exp_name="whole")
     save = module.save_checkpoint
 
@@ -182,7 +183,51 @@ def test_a_run_resumes_to_the_last_bit(module, flags, monkeypatch):
     time.sleep(1)  # readers order event files by name, and the name has the second
     train(module, **flags, exp_name="part", resume=str(part))
     assert_same(read_checkpoint(whole), read_checkpoint(part))
-    assert metrics(whole) == metrics(part)
+    one, other = metrics(whole), metrics(part)
+    # answers to what was asked before the checkpoint may have come before as well
+    evaluations = [dict(each.pop("charts/eval_return")) for each in (one, other)]
+    assert one == other and evaluations[0] == evaluations[1] and len(evaluations[0]) == 8
+
+
+def test_evaluations_that_nobody_has_answered_are_in_the_checkpoint(monkeypatch):
+    """A crash before the answer costs none."""
+    flags = {"num_envs": 2, "num_steps": 32, "total_timesteps": 256, "eval_episodes": 2}
+    flags |= {"eval_every": 64, "checkpoint_every": 64}
+    whole = train(baseline, **flags, exp_name="whole")
+    save = baseline.save_checkpoint
+
+    def save_and_interrupt(path, checkpoint):
+        save(path, checkpoint)
+        assert len(checkpoint["evaluations"]) == 1  # the evaluator has only just started
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(baseline, "save_checkpoint", save_and_interrupt)
+        train(baseline, **flags, exp_name="part")
+    (part,) = Path("runs").glob("*part*")
+    time.sleep(1)  # readers order event files by name, and the name has the second
+    train(baseline, **flags, exp_name="part", resume=str(part))
+    one, other = (dict(read_scalars(each)["charts/eval_return"]) for each in (whole, part))
+    assert one == other and list(one) == [64, 128, 192, 256]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_steps": 48, "num_minibatches": 4},  # begins at a step that is no multiple of it
+        {"sync": True},
+        {"max_staleness": 2},
+        {},
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_other_settings(more):
+    """For longer; with others nothing hangs, and what was handed out is not mistaken."""
+    part = train(baseline, total_timesteps=256, save_model=True, exp_name="part")
+    train(baseline, **{"total_timesteps": 520, "save_model": True, "resume": str(part)} | more)
+    steps = more.get("num_steps", 64)
+    expected = 256 + -(-(520 // steps * steps - 256) // steps) * steps
+    assert read_checkpoint(part)["global_step"] == expected
 
 
 def test_differing_hunks_are_marked():
@@ -277,15 +322,12 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("*")}
 
 
-@SCRIPTS
 @pytest.mark.parametrize(
-    ("env_id", "words"),
+    ("module", "env_id", "words"),
     [
-        (
-            "Mortal-v0",
-            ("Traceback", "envs_for_workers.py", "ArithmeticError: the simulation is un"),
-        ),
-        ("Killed-v0", ("killed by SIGKILL",)),
+        (baseline, "Mortal-v0", ("Traceback", "envs_for_workers.py", "the simulation is unstable")),
+        (baseline, "Killed-v0", ("ended by SIGKILL",)),
+        (variant, "Mortal-v0", ("Traceback", "envs_for_workers.py", "the simulation is unstable")),
     ],
 )
 def test_a_dead_collector_is_noticed_while_learning(module, env_id, words, monkeypatch):
@@ -360,17 +402,50 @@ def test_nothing_is_left_behind(name, how):
             assert json.loads((run_dir / report).read_text())["stages"]
 
 
-def test_a_killed_collector_ends_the_run_in_one_line_and_status_1():
+@pytest.mark.parametrize("name", ["collector", "evaluator"])
+def test_a_killed_process_ends_the_run_in_one_line_and_status_1(name):
     process = start(BASELINE, *FOR_A_WHILE)
-    (collector,) = (
-        pid for pid in children_of(process.pid) if len(list(Path(f"/proc/{pid}/fd").iterdir())) > 30
-    )
     children = children_of(process.pid)
-    os.kill(collector, signal.SIGKILL)
+    command = "from multiprocessing.spawn import spawn_main"  # in the order of their start
+    workers = sorted(pid for pid in children if command in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(workers[["collector", "evaluator"].index(name)], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     wait_until_gone(children)
     assert process.returncode == 1 and "Traceback" not in errors
-    assert errors.splitlines()[-1] == "error: the collector died: killed by SIGKILL"
+    assert errors.splitlines()[-1] == f"error: the {name} died: ended by SIGKILL"
+
+
+def endless(pipe):
+    """An exception that has much to tell."""
+    raise ValueError("x" * 1_000_000)
+
+
+def wait_for_ever(pipe):
+    time.sleep(600)
+
+
+@SCRIPTS
+def test_last_words_fit_into_a_pipe(module):
+    worker = module.Worker("teller", endless)
+    with pytest.raises(module.WorkerError, match="the teller died: .*xxx"):
+        worker.receive()
+    worker.end()
+
+
+def test_a_death_is_no_exception_that_somebody_else_may_take():
+    """From within `except Exception`, as around a checkpoint or in a compiler."""
+    worker = baseline.Worker("sleeper", wait_for_ever)
+    handler = signal.signal(signal.SIGCHLD, lambda *_: worker.check())
+    try:
+        with pytest.raises(baseline.WorkerError, match="the sleeper died: ended by SIGKILL"):
+            try:
+                os.kill(worker.process.pid, signal.SIGKILL)
+                time.sleep(60)
+            except Exception:
+                pytest.fail("taken for an error of its own")
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+        worker.end()
 
 
 # Devices

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import ablation
+import devices
 import field
 import pytest
 import run_dirs
@@ -53,6 +54,38 @@ def test_worth_is_measured_within_a_round():
     assert rows[1]["worth_us"] == {"mean": 750, "median": 750, "min": 500, "max": 1000}
     assert rows[2]["skipped"] == "no finished run"
     assert len({len(line) for line in ablation.cells(rows)}) == 1
+
+
+# Devices
+
+
+def test_devices_are_compared_within_a_round():
+    def result(steps_per_second, **more):
+        return {"sps_steady": steps_per_second, "warmup_seconds": 1.0} | more
+
+    names = ["baseline", "baseline (asynchronous)", "variant", "variant (asynchronous)"]
+    rounds = [dict(zip(names, map(result, (10, 20, 50, 60)), strict=True))]
+    rounds.append({"baseline": result(20), names[1]: result(60, learner_waits=0.25)})
+    rounds[1]["baseline"]["return"] = -300.0
+    rows = devices.summarize(rounds, [*names, "variant (all on the GPU)"])
+    assert [row.get("of_first") for row in rows] == [1, 2.5, 1, 1.2, None]
+    assert rows[1]["learner_waits"]["median"] == 0.25 and rows[0]["return"]["mean"] == -300
+    assert rows[4]["skipped"] == "no finished run"
+    assert len({len(line) for line in devices.cells(rows)}) == 1
+
+
+@pytest.mark.parametrize("task", devices.STEPS)
+@pytest.mark.parametrize("gpus", [0, 2, 7])
+def test_rows_of_devices_are_commands_of_scripts(task, gpus):
+    commands = devices.commands(task, gpus)
+    assert all(name.partition(" (")[0] in commands for name in commands)
+    for command in commands.values():
+        (script,) = (word for word in command if word.startswith("leanrl/"))
+        assert (ROOT / script).exists()
+        assert ("--cudagraphs" in command) == (gpus > 0 and "torchcompile" in script)
+    assert any("cuda" in command for command in commands.values()) == (gpus > 0 and task != "atari")
+    counts = [int(command[5]) for command in commands.values() if "--standalone" in command]
+    assert task != "atari" or counts == ([1, 2] if gpus < 4 else [1, 2, 4])
 
 
 @pytest.mark.parametrize("algorithm, row", ablation.TRICKS)
