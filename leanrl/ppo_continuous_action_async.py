@@ -15,9 +15,10 @@ shows what that needs:
 - `Slot`: what travels between the two, in CPU memory that both see. The learner writes the weights
   to act with, their version and the noise; the collector adds the rollout that it makes with them.
   There are two, so that one can be filled while the other is learned from (`--max-staleness`).
-- A rollout is thus made with weights that are one update behind. PPO corrects for that as for its
-  own epochs: the ratio compares with the probability under which an action was drawn, which is
-  stored. `charts/staleness` logs how far behind they were.
+- A rollout is thus made with weights that are one update behind (`charts/staleness`). PPO would
+  then learn at half the speed: its bound on the ratio would be spent on the update in between. So
+  the ratio is taken to the policy from which learning departs, and the stored log-probabilities
+  say how important a step of the older one is (`ppo_loss`). Values are computed anew as well.
 - The learner draws all random numbers of acting as well, and which weights make which rollout does
   not depend on who is faster: a seed repeats itself to the last bit, also after --resume. --sync
   waits for each rollout and gives exactly the results of ppo_continuous_action.py on the same
@@ -917,7 +918,7 @@ class ActorCritic(nn.Module):
 
 
 class Batch(NamedTuple):
-    """B steps of a rollout, float32; log_probs and values as they were when it was made."""
+    """B steps of a rollout, float32; log_probs and values are those from which learning departs."""
 
     obs: torch.Tensor  # (B, O)
     actions: torch.Tensor  # (B, A)
@@ -925,6 +926,7 @@ class Batch(NamedTuple):
     values: torch.Tensor  # (B,)
     advantages: torch.Tensor  # (B,)
     returns: torch.Tensor  # (B,)
+    importance: torch.Tensor  # (B,) how much likelier the actions are than where they were drawn
 
 
 class Rollout:
@@ -936,11 +938,12 @@ class Rollout:
         def empty(*shape: int) -> torch.Tensor:
             return torch.zeros(steps, num_envs, *shape, device=device)
 
-        self.obs, self.actions = empty(obs_dim), empty(action_dim)
-        self.log_probs, self.values, self.rewards = empty(), empty(), empty()
+        # T + 1 rows, the last one for what follows the rollout
+        self.obs = torch.zeros(steps + 1, num_envs, obs_dim, device=device)
+        self.values = torch.zeros(steps + 1, num_envs, device=device)
+        self.actions, self.log_probs, self.rewards = empty(action_dim), empty(), empty()
         self.ended = empty()  # 1 where the step ended an episode, of either kind
         self.final_values = empty()  # of the final observation of a truncated episode; otherwise 0
-        self.next_values = torch.zeros(num_envs, device=device)  # of what follows the last step
 
     def to(self, device: torch.device) -> "Rollout":
         """The same steps on `device`, without a copy where they are there already."""
@@ -1027,13 +1030,18 @@ METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl",
 
 
 def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,).
+
+    The policy's part is the decoupled objective of Hilton et al. (arXiv:2110.00641, section 3): the
+    ratio is bounded about the policy from which learning departs, and steps that another one made
+    count by their importance.
+    """
     mean, log_std, values = model(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
+    of_policy = policy_loss(log_ratios, batch.importance * advantages, args.clip_coef)
     clip_coef = args.clip_coef if args.clip_vloss else None
     of_value = value_loss(values, batch.values, batch.returns, clip_coef)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
@@ -1096,21 +1104,27 @@ class PPO:
         """All parameters (P,), for a Policy to load."""
         return nn.utils.parameters_to_vector(self.parameters).detach()
 
-    def prepare(self, rollout: Rollout) -> Batch:
-        """A rollout -> B = T N steps to learn from."""
+    def prepare(self, rollout: Rollout, stale: bool) -> Batch:
+        """A rollout -> B = T N steps to learn from; `stale`: other weights than these made it."""
         with torch.no_grad():
-            following = torch.cat([rollout.values[1:], rollout.next_values[None]])
-            following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+            log_probs, values = rollout.log_probs, rollout.values
+            importance = torch.ones_like(log_probs)
+            if stale:
+                mean, log_std, values = self.model(rollout.obs)
+                log_probs = gaussian_log_prob(rollout.actions, mean[:-1], log_std)
+                importance = (log_probs - rollout.log_probs).exp()
+            following = torch.where(rollout.ended.bool(), rollout.final_values, values[1:])
+            values = values[:-1]
             advantages = compute_gae(
                 rollout.rewards,
-                rollout.values,
+                values,
                 following,
                 rollout.ended,
                 self.args.gamma,
                 self.args.gae_lambda,
             )
-            columns = (rollout.log_probs, rollout.values, advantages, advantages + rollout.values)
-            columns = rollout.obs, rollout.actions, *columns
+            columns = log_probs, values, advantages, advantages + values, importance
+            columns = rollout.obs[:-1], rollout.actions, *columns
             return Batch(*(column.flatten(0, 1) for column in columns))
 
     def update(self, batch: Batch) -> torch.Tensor:
@@ -1280,7 +1294,7 @@ def collect(
                             episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
                             episodes.append((global_step, episodic_return, length))
             with watch.stage("inference"):
-                rollout.next_values[:] = policy.value(obs)
+                rollout.obs[-1], rollout.values[-1] = obs, policy.value(obs)
             state = None
             if wants_state:
                 with watch.stage("checkpoint"):
@@ -1648,7 +1662,7 @@ def main(args: Args) -> Path:
 
             # 2. Learn from it in several epochs; with --target-kl, look after each.
             with watch.stage("backpropagation"):
-                batch = agent.prepare(rollout)
+                batch = agent.prepare(rollout, stale=staleness > 0)
                 orders = [
                     torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)
                 ]

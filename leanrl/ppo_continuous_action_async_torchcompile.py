@@ -908,7 +908,7 @@ class ActorCritic(nn.Module):
 
 
 class Batch(NamedTuple):
-    """B steps of a rollout, float32; log_probs and values as they were when it was made."""
+    """B steps of a rollout, float32; log_probs and values are those from which learning departs."""
 
     obs: torch.Tensor  # (B, O)
     actions: torch.Tensor  # (B, A)
@@ -916,6 +916,7 @@ class Batch(NamedTuple):
     values: torch.Tensor  # (B,)
     advantages: torch.Tensor  # (B,)
     returns: torch.Tensor  # (B,)
+    importance: torch.Tensor  # (B,) how much likelier the actions are than where they were drawn
 
 
 class Rollout:
@@ -927,16 +928,12 @@ class Rollout:
         def empty(*shape: int) -> torch.Tensor:
             return torch.zeros(steps, num_envs, *shape, device=device)
 
-        # speed: log-probabilities and values can wait for `prepare`, which needs an observation
-        # more, the one that follows the last step
-        self.obs, self.actions = (
-            torch.zeros(steps + 1, num_envs, obs_dim, device=device),
-            empty(action_dim),
-        )
-        self.rewards = empty()
+        # T + 1 rows, the last one for what follows the rollout
+        self.obs = torch.zeros(steps + 1, num_envs, obs_dim, device=device)
+        # speed: values and log-probabilities can wait for `prepare`
+        self.actions, self.rewards = empty(action_dim), empty()
         self.ended = empty()  # 1 where the step ended an episode, of either kind
         self.final_values = empty()  # of the final observation of a truncated episode; otherwise 0
-        # speed: without the value of what follows the last step, which can wait as well
 
     def to(self, device: torch.device) -> "Rollout":
         """The same steps on `device`, without a copy where they are there already."""
@@ -1031,13 +1028,18 @@ METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl",
 
 
 def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,).
+
+    The policy's part is the decoupled objective of Hilton et al. (arXiv:2110.00641, section 3): the
+    ratio is bounded about the policy from which learning departs, and steps that another one made
+    count by their importance.
+    """
     mean, log_std, values = model(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
+    of_policy = policy_loss(log_ratios, batch.importance * advantages, args.clip_coef)
     clip_coef = args.clip_coef if args.clip_vloss else None
     of_value = value_loss(values, batch.values, batch.returns, clip_coef)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
@@ -1142,9 +1144,9 @@ class PPO:
         for name, view in self.views(self.parameters).items():
             parameters[name].data = view
         self.optimizer = Adam(self.parameters, lr=args.learning_rate, eps=1e-5)
-        batch_size, columns = args.num_envs * args.num_steps, obs_dim + action_dim + 4
+        batch_size, columns = args.num_envs * args.num_steps, obs_dim + action_dim + 5
         self.data = torch.zeros(batch_size, columns, device=device)  # a row per step, as in Batch
-        self.widths = (obs_dim, action_dim, 1, 1, 1, 1)
+        self.widths = (obs_dim, action_dim, 1, 1, 1, 1, 1)
 
     # speed: what a call of the model takes in place of its parameters
     def views(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -1181,9 +1183,11 @@ class PPO:
             # speed: the device's side of what NumPy has filled
             obs, actions, rewards, ended, final_values = rollout.values()
             views = self.views(weights)
-            mean, log_std, values = torch.func.functional_call(self.model, views, (obs,))
-            # speed: the last row is what follows the rollout, so that it needs no call of its own
+            mean, log_std, _ = torch.func.functional_call(self.model, views, (obs,))
+            acted = gaussian_log_prob(actions, mean[:-1], log_std)
+            mean, log_std, values = self.model(obs)
             log_probs = gaussian_log_prob(actions, mean[:-1], log_std)
+            importance = (log_probs - acted).exp()  # 1 to the bit if the weights are the same
             following = torch.where(ended.bool(), final_values, values[1:])
             values = values[:-1]
             # speed: as everywhere, then one row per step, so that a minibatch is one gather
@@ -1191,7 +1195,8 @@ class PPO:
             advantages = compute_gae(rewards, values, following, ended, gamma, gae_lambda)
             returns = advantages + values
             columns = [obs[:-1], actions]
-            columns += [x[:, :, None] for x in (log_probs, values, advantages, returns)]
+            scalars = log_probs, values, advantages, returns, importance
+            columns += [x[:, :, None] for x in scalars]
             self.data.copy_(torch.cat(columns, dim=-1).flatten(0, 1))
             return returns.flatten(), values.flatten()
 

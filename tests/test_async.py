@@ -119,17 +119,17 @@ def in_one_process(args, staleness: int):
             rollout.ended[t] = truncated  # Pendulum never terminates
             if truncated.any():
                 rollout.final_values[t] = policy.value(infos["final_obs"]) * truncated
-        rollout.next_values[:] = policy.value(obs)
+        rollout.obs[-1], rollout.values[-1] = obs, policy.value(obs)
         size = args.num_steps * args.num_envs
         orders = torch.stack([torch.randperm(size) for _ in range(args.update_epochs)])
-        agent.learn(agent.prepare(rollout), orders)
+        agent.learn(agent.prepare(rollout, stale=i > 0), orders)
     return agent
 
 
 @SCRIPTS
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_acting_lags_by_so_many_updates_and_nothing_else_differs(module, staleness):
-    """Which also says that the ratio compares with the weights that acted."""
+    """Which rollout is made with which weights, noise and order of minibatches."""
     flags = {"total_timesteps": 768, "num_envs": 2, "max_staleness": staleness}
     found = train(module, **flags, save_model=True)
     expected = in_one_process(baseline.Args(**SMALL | flags), staleness)
@@ -138,6 +138,52 @@ def test_acting_lags_by_so_many_updates_and_nothing_else_differs(module, stalene
     assert_same(dict(expected.model.state_dict()), dict(model), tolerance=tolerance)
     stale = [value for _, value in scalars(found)["charts/staleness"]]
     assert stale == [min(i, staleness) for i in range(6)]
+
+
+@SCRIPTS
+def test_a_stale_rollout_is_corrected(module):
+    """Ratios about the policy from which learning departs, times the importance of each step."""
+    torch.manual_seed(0)
+    args = module.Args(**SMALL | {"num_steps": 8, "norm_adv": False, "clip_vloss": False})
+    agent, acted = module.PPO(args, 5, 3, CPU), module.ActorCritic(5, 3)
+    rollout = module.Rollout(8, 1, 5, 3, CPU)
+    for tensor in vars(rollout).values():
+        tensor.normal_()
+    rollout.ended.zero_()
+    rollout.ended[3] = 1
+
+    def log_probs(model):
+        mean, log_std, values = model(rollout.obs)
+        normal = torch.distributions.Normal(mean[:-1], log_std.exp())
+        return normal.log_prob(rollout.actions).sum(dim=2).flatten(), values.flatten()
+
+    with torch.no_grad():
+        acted.actor_mean[4].weight.mul_(30)
+        drawn_with, _ = log_probs(acted)
+        departure, values = log_probs(agent.model)
+        if module is baseline:
+            rollout.log_probs[:] = drawn_with[:, None]
+            batch = agent.prepare(rollout, stale=True)
+        else:
+            weights = torch.nn.utils.parameters_to_vector(acted.parameters())
+            agent.prepare(vars(rollout), weights)
+            obs, actions, *scalars = agent.data.split(agent.widths, dim=1)
+            batch = module.Batch(obs, actions, *(x.squeeze(1) for x in scalars))
+        following = torch.where(rollout.ended.bool(), rollout.final_values, values[1:, None])
+        advantages = module.compute_gae(
+            rollout.rewards, values[:-1, None], following, rollout.ended, 0.99, 0.95
+        )
+        importance = (departure - drawn_with).exp()
+        assert importance.std() > 0.1, "nothing to correct"
+        torch.testing.assert_close(batch.advantages, advantages.flatten())
+        torch.testing.assert_close(batch.log_probs, departure)
+        torch.testing.assert_close(batch.importance, importance)
+        agent.model.actor_mean[4].weight.mul_(30)  # an epoch later
+        ratios = (log_probs(agent.model)[0] - departure).exp()
+        surrogate = torch.min(ratios * batch.advantages, ratios.clamp(0.8, 1.2) * batch.advantages)
+        assert (ratios - 1).abs().max() > 0.2, "nothing to bound"
+        found = module.ppo_loss(agent.model, batch, args)[1][0]
+        torch.testing.assert_close(found, -(importance * surrogate).mean())
 
 
 def test_a_compiled_run_is_the_eager_one():
@@ -521,7 +567,7 @@ def test_nothing_lands_on_the_wrong_device(monkeypatch):
             final_values += value(infos["final_obs"]).shape[0]
     assert final_values > 0 and rewards.device == META
     assert value(obs).device == META and rollout.obs.device == CPU
-    batch = checked(agent.prepare)(rollout.to(META))
+    batch = checked(agent.prepare)(rollout.to(META), stale=True)
     metrics = checked(agent.learn)(batch, torch.zeros(2, 128, dtype=torch.int64, device=META))
     assert metrics.device == META and metrics.shape == (6,)
     assert (
@@ -547,7 +593,7 @@ def test_the_check_names_tensor_device_and_expectation():
         step(torch.zeros(2, 3))
 
     def prepare(rollout, *, steps):
-        return {"batch": [baseline.Batch(*(torch.zeros(1, device=META) for _ in range(5)), steps)]}
+        return {"batch": [baseline.Batch(*(torch.zeros(1, device=META) for _ in range(6)), steps)]}
 
     prepare.__qualname__ = "prepare"
     rollout = baseline.Rollout(2, 1, 5, 3, META)

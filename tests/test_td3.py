@@ -581,7 +581,7 @@ def test_ppo_is_one_algorithm(suffix):
         (
             "ppo_continuous_action",
             "ppo_continuous_action_async",
-            "make_envs RunningMeanStd Normalizer ActorCritic Batch ppo_loss evaluate",
+            "make_envs RunningMeanStd Normalizer ActorCritic gaussian_log_prob evaluate",
         ),
         (
             "ppo_atari_envpool",
