@@ -15,10 +15,11 @@ shows what that needs:
 - `Slot`: what travels between the two, in CPU memory that both see. The learner writes the weights
   to act with, their version and the noise; the collector adds the rollout that it makes with them.
   There are two, so that one can be filled while the other is learned from (`--max-staleness`).
-- A rollout is thus made with weights that are one update behind (`charts/staleness`). PPO would
-  then learn at half the speed: its bound on the ratio would be spent on the update in between. So
-  the ratio is taken to the policy from which learning departs, and the stored log-probabilities
-  say how important a step of the older one is (`ppo_loss`). Values are computed anew as well.
+- A rollout is thus made with weights that are one update behind (`charts/staleness`). PPO's bound
+  on the ratio to the policy that acted would be spent on the update in between, and learning be
+  slow. So the ratio is taken to the policy from which learning departs, and the stored
+  log-probabilities say how important a step of the older one is (`ppo_loss`). Values are computed
+  anew as well.
 - The learner draws all random numbers of acting as well, and which weights make which rollout does
   not depend on who is faster: a seed repeats itself to the last bit, also after --resume. --sync
   waits for each rollout and gives exactly the results of ppo_continuous_action.py on the same

@@ -246,14 +246,7 @@ def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dic
     command = [sys.executable, "plots/ablation.py", "--algorithm", options.algorithm]
     command += ["--row", options.row, "--worker", trick]
     command += ["--seed", str(seed), "--steps", str(options.steps)]
-    status = speedup.run_logged(command, log, progress)
-    try:
-        if status:
-            raise ValueError(f"ended with exit status {status}")
-        run = run_dirs.read_run(speedup.run_directory(log))
-    except ValueError as reason:
-        where = f"see {run_dirs.shown(log)}:\n{speedup.last_lines(log)}"
-        raise ValueError(f"{trick!r} round {seed} {reason}, {where}") from None
+    run = speedup.run_and_read(command, log, progress, f"{trick!r} round {seed}")
     result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
     return result | {"command": shlex.join(["python", *command[1:]]), "config": run.config}
 

@@ -66,11 +66,8 @@ def commands(task: str, gpus: int) -> dict[str, list[str]]:
         rows[kind] = [*python, script.format(suffix), *flags]
         rows[f"{kind} (asynchronous)"] = several
         if gpus:
-            rows[f"{kind} (asynchronous, all on the GPU)"] = [
-                *several,
-                "--collector-device",
-                "cuda",
-            ]
+            there = ["--collector-device", "cuda"]
+            rows[f"{kind} (asynchronous, all on the GPU)"] = [*several, *there]
         if kind == "variant":
             rows["variant (two processes, in turns)"] = [*several, "--sync"]
     return rows
@@ -83,14 +80,7 @@ def measure(row: str, seed: int, options: argparse.Namespace, progress) -> dict:
     log = options.out / "logs" / f"{stem}.log"
     command = [*options.commands[row], "--seed", str(seed)]
     command += ["--total-timesteps", str(options.steps), "--exp-name", stem]  # no run of a table
-    status = speedup.run_logged(command, log, progress)
-    try:
-        if status:
-            raise ValueError(f"ended with exit status {status}")
-        run = run_dirs.read_run(speedup.run_directory(log))
-    except ValueError as reason:
-        where = f"see {shown(log)}:\n{speedup.last_lines(log)}"
-        raise ValueError(f"{row!r} round {seed} {reason}, {where}") from None
+    run = speedup.run_and_read(command, log, progress, f"{row!r} round {seed}")
     waits = {name: f"charts/{name}_waits_seconds" for name in ("learner", "collector")}
     series = run_dirs.read_series(run.path, ["charts/episodic_return", *waits.values()])
     result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}

@@ -296,8 +296,8 @@ def devices() -> str:
     """Acting and learning at the same time, against in turns."""
     found = record("devices_continuous_cpu")
     heading = ["", "steps/s", "of in turns", "return", "learner waits", "collector waits"]
-    table, names = [heading], {}
-    for kind in ("baseline", "variant"):
+    table, names, kinds = [heading], {}, ("baseline", "variant")
+    for kind in kinds:
         names |= {kind: f"in turns, {kind}", f"{kind} (asynchronous)": f"at the same time, {kind}"}
     names["variant (two processes, in turns)"] = "in turns, variant, in two processes (`--sync`)"
     for row in found["rows"]:
@@ -309,6 +309,10 @@ def devices() -> str:
     said = f"HalfCheetah-v5, {args['total_timesteps']:,} steps, {rounds} rounds in turns on "
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
     said += "10 episodes' mean return (`devices_continuous_cpu.md`, `python plots/devices.py`)."
+    plain = {row["row"]: row for row in record("devices_continuous_plain_ratio_cpu")["rows"]}
+    ends = [short(plain[f"{kind} (asynchronous)"]["return"]["mean"]) for kind in kinds]
+    said += f" With PPO's plain ratio instead, baseline and variant ended at {' and '.join(ends)} "
+    said += "(`devices_continuous_plain_ratio_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 

@@ -229,6 +229,17 @@ def run_directory(log: Path) -> Path:
     return ROOT / found[-1]
 
 
+def run_and_read(command: list[str], log: Path, progress, what: str) -> Run:
+    """The run that `command` makes, which is `what`; ValueError says what went wrong with it."""
+    status = run_logged(command, log, progress)
+    try:
+        if status:
+            raise ValueError(f"ended with exit status {status}")
+        return read_run(run_directory(log))
+    except ValueError as reason:
+        raise ValueError(f"{what} {reason}, see {shown(log)}:\n{last_lines(log)}") from None
+
+
 def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
     """Makes the runs one after the other; the finished ones, and for each other one what it was."""
     runs, failures, done = [], [], 0
