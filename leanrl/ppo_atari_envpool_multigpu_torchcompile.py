@@ -12,7 +12,7 @@ they buy, the rest is the same to the letter. Without a CUDA device --cudagraphs
 and the run goes on. The first rollouts pay for compilation in every process: seconds, reported as
 warm-up, fewer with a warm cache.
 
-Measured: not measured on GPUs.
+Not measured on GPUs.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
