@@ -316,22 +316,8 @@ def devices() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 
-def processes() -> str:
-    """One process against several."""
-    found = record("devices_atari_cpu")
-    table = [["", "steps/s", "of the script of one process"]]
-    for row in found["rows"]:
-        name = row["row"].partition("(")[2].rstrip(")") or "`ppo_atari_envpool_torchcompile`"
-        line = [name, with_range(row["sps_steady"], "median"), f"{row['of_first']:.2f}x"]
-        table.append(line)
-    said = f"Breakout-v5, `--compile`, {len(found['rounds'])} rounds in turns on "
-    said += f"{where(found['machine'])} "
-    said += "(`devices_atari_cpu.md`, `python plots/devices.py --task atari`)."
-    return f"{as_markdown(table, labels=1)}\n\n{said} On GPUs: {NOT_MEASURED}.\n"
-
-
 FUNCTIONS = (speedup, breakdown, field, tricks, tips, overhead, learning)
-FUNCTIONS += (environments, training, checkpoint, devices, processes)
+FUNCTIONS += (environments, training, checkpoint, devices)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 
