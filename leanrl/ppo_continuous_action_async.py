@@ -32,7 +32,8 @@ Evaluation is a third process, on --eval-device, and does not stop the training 
 
 Its twin ppo_continuous_action_async_torchcompile.py is this file with the hunks marked `# speed:`.
 
-Measured: MEASURED
+Measured (plots/results/): 1,548 steps/s on 2 cores of an AMD EPYC (AVX2), 1.72 times what
+ppo_continuous_action.py makes, at the same return within noise. On a GPU: not measured.
 
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action, P parameters. A run
 writes runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files, stages.json

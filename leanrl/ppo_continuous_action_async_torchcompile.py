@@ -12,7 +12,9 @@ ppo_continuous_action_torchcompile.py, from where the tricks and their figures c
 device --cudagraphs says so in one line and the run goes on. The first rollouts pay for compilation:
 seconds, reported as warm-up, fewer with a warm cache.
 
-Measured: MEASURED
+Measured (plots/results/): 4,704 steps/s with --compile on 2 cores of an AMD EPYC (AVX2), 1.45 times
+what ppo_continuous_action_torchcompile.py makes, at the same return within noise; the collector
+never waits and the learner does half of the time. On a GPU: not measured.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph
