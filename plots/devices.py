@@ -23,7 +23,6 @@ costs. Written to plots/out/: devices_TASK.md, .json and logs/. Exit status 1 if
 """
 
 import argparse
-import json
 import shlex
 import signal
 import statistics
@@ -192,8 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         below = [f"logs: {shown(options.out / 'logs')}/"]
         report = options.out / f"devices_{options.task}"
-        text = json.dumps(record).replace(f"{ROOT}/", "")  # no record names a machine's folders
-        run_dirs.write_report(report, above, cells(rows), below, json.loads(text), labels=1)
+        run_dirs.write_report(report, above, cells(rows), below, record, labels=1)
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return int(bool(failures))

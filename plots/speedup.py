@@ -229,9 +229,11 @@ def run_directory(log: Path) -> Path:
     return ROOT / found[-1]
 
 
-def run_and_read(command: list[str], log: Path, progress, what: str) -> Run:
+def run_and_read(
+    command: list[str], log: Path, progress, what: str, environment: dict | None = None
+) -> Run:
     """The run that `command` makes, which is `what`; ValueError says what went wrong with it."""
-    status = run_logged(command, log, progress)
+    status = run_logged(command, log, progress, environment)
     try:
         if status:
             raise ValueError(f"ended with exit status {status}")
@@ -254,15 +256,12 @@ def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
 
             cache = Path(caches, f"{job.script}-{job.row}")  # so that `first` is a cold start
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
-            status = run_logged(job.command, log, progress, environment)
+            try:
+                runs.append(run_and_read(job.command, log, progress, job.name, environment))
+            except ValueError as failure:
+                failures.append(str(failure))
             progress(job.steps)
             done += job.steps
-            try:
-                if status:
-                    raise ValueError(f"ended with exit status {status}")
-                runs.append(read_run(run_directory(log)))
-            except ValueError as reason:
-                failures.append(f"{job.name} {reason}, see {shown(log)}:\n{last_lines(log)}")
     return runs, failures
 
 
