@@ -29,6 +29,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def one_thread():
+    """PyTorch computes with one, and afterwards with as many as before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def float64():
     """Long comparisons need it: in float32 even an algorithm and itself drift apart.
 

@@ -35,13 +35,9 @@ OF_TWO = {"charts/staleness", "charts/learner_waits_seconds", "charts/collector_
 
 
 @pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
+def in_tmp_path(tmp_path, monkeypatch, one_thread):
     """Each test has a directory, and one thread: the number is part of what is computed."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def train(module, **flags) -> Path:

@@ -26,13 +26,9 @@ A, CPU = 4, torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
+def in_tmp_path(tmp_path, monkeypatch, one_thread):
     """Each test has a directory, and one thread: small batches are not worth more."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def train(module, **flags) -> Path:

@@ -34,13 +34,9 @@ SMALL = {"num_envs": 64, "num_steps": 16, "num_minibatches": 2, "update_epochs":
 
 
 @pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
+def in_tmp_path(tmp_path, monkeypatch, one_thread):
     """Each test has a directory, and one thread: small batches are not worth more."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def train(module=baseline, **flags) -> Path:

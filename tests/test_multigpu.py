@@ -38,13 +38,10 @@ WHOLE = SMALL | {"total_timesteps": ROLLOUT * ROLLOUTS, "eval_every": 512, "eval
 
 
 @pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
+def in_tmp_path(tmp_path, monkeypatch, one_thread):
     """Each test has a directory, and one thread: small batches are not worth more."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     assert not dist.is_initialized()
 
 

@@ -21,14 +21,10 @@ OBS, A, CPU = 5, 3, torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
+def in_tmp_path(tmp_path, monkeypatch, one_thread):
     """Each test has a directory, and one thread: the variant's main goes on with one, and the first
     weights, an orthogonal matrix each, differ in their last bit by the number of threads."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def train(module, **flags) -> Path:
