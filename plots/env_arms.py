@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
-import run_dirs  # noqa: F401  so that Python finds leanrl
 import torch
+from env_kernel import KernelCartPole
 
 from leanrl import ppo_cartpole_gpu as baseline
 from leanrl import ppo_cartpole_gpu_torchcompile as variant
@@ -99,9 +99,12 @@ def of_stable_baselines3(num_envs: int, work: int = 1):
 
 def of_gymnasium(mode: str, num_envs: int, work: int = 1):
     """`sync` steps one environment after the other, `async` has a process for each."""
+    return stepping(make_gymnasium(mode, num_envs), random_actions(num_envs), seed=1)
+
+
+def make_gymnasium(mode: str, num_envs: int) -> gym.vector.VectorEnv:
     settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
-    return stepping(envs, random_actions(num_envs), seed=1)
+    return gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
 
 
 def of_envpool(num_envs: int, work: int = 1):
@@ -115,11 +118,11 @@ def of_envpool(num_envs: int, work: int = 1):
 # Environments as tensors
 
 
-class Tensors(variant.CartPole):
+class Tensors(baseline.CartPole):
     """The scripts' environments, the arithmetic of a step repeated `work` times."""
 
     def __init__(self, num_envs: int, device: torch.device, work: int):
-        super().__init__(num_envs, device, "torch")
+        super().__init__(num_envs, device)
         self.work, self.tau = work, self.tau / work
         self.euler = super().dynamics
 
@@ -149,30 +152,6 @@ def of_tensors(device_type: str, compiled: bool, num_envs: int, work: int = 1) -
 # Environments as a kernel
 
 
-def with_work(source: str, work: int) -> str:
-    """The script's kernel, the arithmetic of a step repeated; ValueError if it has changed."""
-    call, step = "advance(s, actions[i]);", "0.02f"
-    if source.count(call) != 1 or step not in source:
-        raise ValueError("the kernel of ppo_cartpole_gpu_torchcompile.py is not the one expected")
-    source = source.replace(step, f"({step} / {work})")
-    return source.replace(call, f"for (int w = 0; w < {work}; w++) {call}")
-
-
-@contextmanager
-def kernel_with_work(work: int) -> Iterator[None]:
-    """Inside, CartPole's kernel is built with repeated work."""
-    original = variant.KERNEL
-    if work > 1:
-        variant.KERNEL = with_work(original, work)
-        variant.build_kernel.cache_clear()
-    try:
-        yield
-    finally:
-        variant.KERNEL = original
-        if work > 1:
-            variant.build_kernel.cache_clear()
-
-
 def captured(step: Callable[[], object]) -> Callable[[], object]:
     """CAPTURED_STEPS calls of `step` as one CUDA graph -> its replay."""
     stream = torch.cuda.Stream()
@@ -192,15 +171,14 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 def of_kernel(device_type: str, threads: int, num_envs: int, work: int = 1) -> Iterator[Stepper]:
     """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training."""
     device = torch.device(device_type)
-    with kernel_with_work(work):
-        envs = variant.CartPole(num_envs, device, "kernel", threads)
-        envs.reset(seed=1)
-        actions = random_action_tensors(num_envs, device)
-        if device.type == "cpu":
-            yield Stepper(lambda: envs.step(next(actions)))
-        else:
-            replay = captured(lambda: envs.step(next(actions)))
-            yield Stepper(replay, CAPTURED_STEPS, waiting(device))
+    envs = KernelCartPole(num_envs, device, threads_per_block=threads, work=work)
+    envs.reset(seed=1)
+    actions = random_action_tensors(num_envs, device)
+    if device.type == "cpu":
+        yield Stepper(lambda: envs.step(next(actions)))
+    else:
+        replay = captured(lambda: envs.step(next(actions)))
+        yield Stepper(replay, CAPTURED_STEPS, waiting(device))
 
 
 # Numba
@@ -237,59 +215,73 @@ for threads in BLOCKS:
     ARMS.append(Arm(f"Numba-CUDA, TPB {threads}", kernel, MILLION, needs, threads == 64))
 
 
-# The learner of the scripts on Gymnasium's own environments
+# The learners of the scripts on each of them
 
 
 class OnGymnasium(gym.vector.VectorEnv):
     """Gymnasium's SyncVectorEnv with the tensors and the dense infos of the scripts' CartPole."""
 
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-
-    def __init__(self, num_envs: int, device: torch.device, *_):
+    def __init__(self, num_envs: int, device: torch.device):
         self.num_envs, self.device = num_envs, torch.device(device)
-        self.envs = baseline.make_envs("CartPole-v1", num_envs)
+        self.envs = make_gymnasium("sync", num_envs)
         for name in ("observation_space", "action_space"):
             setattr(self, name, getattr(self.envs, name))
             setattr(self, f"single_{name}", getattr(self.envs, f"single_{name}"))
         self.state = torch.zeros(num_envs, 4, device=device)
+        self.lengths = np.zeros(num_envs, np.int32)
+        # an operator, because compiled code cannot look into it
+        self.operator = torch.library.custom_op("leanrl::gymnasium_step", mutates_args=())(self.run)
+        shapes = [(num_envs, 4)] * 2 + [num_envs] * 4
+        types = [torch.float32] * 3 + [torch.bool] * 2 + [torch.int32]
+        self.operator.register_fake(
+            lambda actions: [
+                actions.new_empty(shape, dtype=dtype)
+                for shape, dtype in zip(shapes, types, strict=True)
+            ]
+        )
 
-    def on_device(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, dtype)
+    def run(self, actions: torch.Tensor) -> list[torch.Tensor]:
+        """Observations, those before a reset, rewards, terminated, truncated, lengths."""
+        obs, rewards, terminated, truncated, infos = self.envs.step(actions.cpu().numpy())
+        self.lengths += 1
+        ended, final = terminated | truncated, obs.copy()
+        if ended.any():
+            final[ended] = np.stack(infos["final_obs"][ended])
+        arrays = obs, final, rewards.astype(np.float32), terminated, truncated, self.lengths
+        tensors = [torch.tensor(array, device=self.device) for array in arrays]
+        self.lengths[ended] = 0
+        return tensors
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         obs, _ = self.envs.reset(seed=seed)
         self.state.copy_(torch.from_numpy(obs))
+        self.lengths[:] = 0
         return self.state.clone(), {}
 
-    def step(self, actions: torch.Tensor) -> tuple:
-        obs, rewards, terminated, truncated, infos = self.envs.step(actions.cpu().numpy())
-        self.state.copy_(torch.from_numpy(obs))
-        ended, final = terminated | truncated, obs.copy()
-        lengths = np.zeros(self.num_envs, np.int32)
-        if ended.any():
-            final[ended] = np.stack(infos["final_obs"][ended])
-            lengths[ended] = infos["final_info"]["episode"]["l"][ended]
-        mask, lengths = self.on_device(ended, torch.bool), self.on_device(lengths, torch.int32)
-        dense = {"final_obs": self.on_device(final, torch.float32), "_final_obs": mask}
-        dense |= {"_episode": mask, "episode": {"r": lengths.float(), "l": lengths}}
-        ends = (self.on_device(array, torch.bool) for array in (terminated, truncated))
-        return self.state.clone(), self.on_device(rewards, torch.float32), *ends, dense
+    def step(self, actions: torch.Tensor, noise: torch.Tensor | None = None) -> tuple:
+        """As with tensors, but `noise` is for those alone."""
+        obs, final, rewards, terminated, truncated, lengths = self.operator(actions)
+        self.state.copy_(obs)
+        ended = terminated | truncated
+        infos = {"final_obs": final, "_final_obs": ended, "_episode": ended}
+        infos["episode"] = {"r": lengths.float(), "l": lengths}
+        return obs, rewards, terminated, truncated, infos
 
     def close(self, **kwargs) -> None:
         self.envs.close()
 
 
-# back end -> its script, and the flags that it always has
+# back end -> its script, the environments in the place of the script's, and its flags
+FASTEST = {"compile": True, "cudagraphs": True}
 LEARNERS = {
-    "Gymnasium sync": (variant, {"compile": True}),
-    "tensors": (baseline, {}),
-    "kernel": (variant, {"compile": True, "cudagraphs": True}),
+    "Gymnasium sync": (variant, OnGymnasium, {"compile": True}),
+    "tensors": (baseline, baseline.CartPole, {}),
+    "tensors compiled": (variant, variant.CartPole, FASTEST),
+    "kernel": (variant, KernelCartPole, FASTEST),
 }
 
 
 def learner(back_end: str):
     """The module to train with, its environments replaced where need be, and its flags."""
-    module, flags = LEARNERS[back_end]
-    if back_end == "Gymnasium sync":
-        module.CartPole = OnGymnasium
+    module, module.CartPole, flags = LEARNERS[back_end]
     return module, flags

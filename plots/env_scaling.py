@@ -15,7 +15,8 @@ plots/env_arms.py; one that cannot run here is named with the reason. One at a t
     work        the same against the arithmetic per step, repeated 1 to 1,000 times
     blocks      the kernel's best number of threads per block, by search (GPU only)
     train       PPO end to end at the scripts' defaults, steady steps/s in rounds (A B C, A B C):
-                the baseline, the variant, and the variant's learner on Gymnasium's SyncVectorEnv
+                the baseline, the variant, and the variant's learner on the kernel and on
+                Gymnasium's SyncVectorEnv
     search      for each back end, the number of environments with which evaluation on Gymnasium's
                 own CartPole-v1 first reaches 475 in the least time after warm-up
     learn       evaluation (100 episodes) against training time with that number, 5 seeds, each
@@ -222,7 +223,7 @@ def train(back_end: str, options: argparse.Namespace) -> None:
     module.evaluate = timed_evaluate
     flags = flags | json.loads(options.flags) | {"seed": options.seed}
     try:
-        module.main(module.Args(**flags, exp_name=f"study-{back_end.split()[0]}"))
+        module.main(module.Args(**flags, exp_name=f"study-{back_end.replace(' ', '-')}"))
     except SystemExit as stop:
         if stop.code != 130:  # that of an interrupted run, which has written its files
             raise

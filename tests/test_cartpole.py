@@ -1,9 +1,6 @@
-"""PPO on CartPole as tensors and as a kernel: environments against Gymnasium's, parity, runs."""
+"""PPO on CartPole as tensors: environments against Gymnasium's, parity, runs."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import gymnasium as gym
@@ -26,9 +23,8 @@ FORMS = pytest.mark.parametrize(
     [
         baseline.CartPole,
         lambda count, device: variant.CartPole(count, device, "torch"),
-        lambda count, device: variant.CartPole(count, device, "kernel"),
     ],
-    ids=["baseline", "torch", "kernel"],
+    ids=["baseline", "variant"],
 )
 SMALL = {"num_envs": 64, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
 
@@ -182,53 +178,6 @@ def test_gymnasium_makes_it_by_name(module, monkeypatch):
     assert type(envs) is module.CartPole and torch.equal(obs, direct)
 
 
-@pytest.mark.parametrize("count", [1, 2, 255, 257])
-def test_the_kernel_stays_within_its_tensors(count, tmp_path):
-    """Under the address sanitizer, with as many environments as no block size divides."""
-    code = f"""
-import sys
-sys.path.insert(0, {str(Path(variant.__file__).parents[1])!r})
-import torch
-from leanrl.ppo_cartpole_gpu_torchcompile import CartPole
-envs = CartPole({count}, torch.device("cpu"))
-envs.reset(seed=1)
-for _ in range(30):
-    envs.step(torch.zeros({count}, dtype=torch.int64))
-print("done")
-"""
-    asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
-    if not Path(asan.stdout.strip()).is_absolute():
-        pytest.skip("g++ has no address sanitizer here")
-    environment = {
-        "CXXFLAGS": "-fsanitize=address",
-        "LD_PRELOAD": asan.stdout.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
-
-
-def test_kernel_and_tensors_agree_for_whole_episodes():
-    """From one state, step after step, until chaos or a reset parts them."""
-    forms = [variant.CartPole(500, CPU, backend) for backend in ("torch", "kernel")]
-    for envs in forms:
-        envs.reset(seed=1)
-    forms[1].state.copy_(forms[0].state)
-    going_on = torch.ones(500, dtype=torch.bool)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(15):
-        actions = torch.randint(0, 2, (500,), generator=generator)
-        (_, _, *ends, infos), (_, _, *other_ends, others) = (e.step(actions) for e in forms)
-        for one, other in zip(ends, other_ends, strict=True):
-            assert torch.equal(one[going_on], other[going_on])
-        difference = infos["final_obs"][going_on] - others["final_obs"][going_on]
-        assert difference.abs().max() < 1e-5
-        going_on &= ~infos["_final_obs"]
-    assert 100 < going_on.sum() < 450
-
-
 # Learning from it
 
 
@@ -353,53 +302,18 @@ def test_no_graph_break_and_no_recompilation(monkeypatch):
     assert counts == [(5, 0)] * 3, counts
 
 
-def test_the_kernel_is_an_operator_that_compiled_code_calls():
-    """`fullgraph`: policy and environment in one graph, without a break."""
-    envs = variant.CartPole(64, CPU)
-    envs.reset(seed=1)
-    model = variant.ActorCritic(4, 2)
-
-    def step(noise):
-        with torch.no_grad():
-            actions, _, _ = variant.sample(model, envs.state, noise)
-        return envs.step(actions)[0]
-
-    torch._dynamo.reset()
-    before = {name: value.clone() for name, value in envs.state_dict().items()}
-    noise = torch.empty(64, 2).exponential_()
-    expected = step(noise)
-    envs.load_state_dict(before)
-    torch.testing.assert_close(torch.compile(step, fullgraph=True)(noise), expected)
-
-
 def test_differing_hunks_are_marked():
     assert_hunks_are_marked(baseline, variant)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["torch", "kernel"])
-def test_graphed_runs_agree_with_eager(backend):
+def test_graphed_runs_agree_with_eager():
     """Rollouts before, at and after the capture of every graph: random numbers must go on."""
-    flags = {"total_timesteps": 1024 * 8, "save_model": True, "env_backend": backend}
+    flags = {"total_timesteps": 1024 * 8, "save_model": True}
     eager = read_checkpoint(train(variant, **flags, exp_name="eager"))
     graphed = read_checkpoint(train(variant, **flags, cudagraphs=True))
     assert torch.equal(eager["envs"]["lengths"], graphed["envs"]["lengths"])
     assert_same(eager["agent"]["model"], graphed["agent"]["model"], tolerance=1e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("threads", [1, 32, 1000, 1024])
-def test_the_kernel_on_the_gpu_is_the_one_on_the_cpu(threads):
-    one, other = (
-        variant.CartPole(1001, torch.device(d), "kernel", threads) for d in ("cpu", "cuda")
-    )
-    for envs in (one, other):
-        envs.reset(seed=1)
-    other.state.copy_(one.state)
-    for _ in range(10):
-        actions = torch.randint(0, 2, (1001,))
-        found, expected = other.step(actions.cuda()), one.step(actions)
-        torch.testing.assert_close(found[0].cpu(), expected[0], atol=1e-5, rtol=0)
 
 
 # Whole runs
@@ -466,8 +380,6 @@ def test_evaluation_changes_nothing(module):
         (("--num-envs", "0"), ("--num-envs must be positive",)),
         (("--num-envs", "3", "--num-steps", "3"), ("3 x --num-steps 3 = 9", "--num-minibatches 4")),
         (("--num-envs", "4194304000"), ("--num-envs 4194304000", "GB")),
-        (("--threads-per-block", "0"), ("1 to 1024, got 0",)),
-        (("--threads-per-block", "1025"), ("1 to 1024, got 1025",)),
         (("--cudagraphs", "--no-cuda"), ("--no-cuda",)),
         (("--env-id", "CartPole-v0"), ()),
     ],
@@ -479,27 +391,6 @@ def test_bad_input_is_one_line_and_status_2(flags, words):
     if words:  # otherwise the parser of flags has said it
         assert len(error) == 1 and all(word in error[0] for word in words), lines
     assert not Path("runs").exists()
-
-
-def test_a_missing_compiler_is_one_line():
-    done, lines = command_line(variant, env=os.environ | {"CXX": "no-such-compiler"})
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "--env-backend torch" in lines[-1], done.stderr
-
-
-@pytest.mark.parametrize("torch_is_old", [True, False], ids=["old torch", "no NVRTC"])
-def test_a_gpu_without_a_kernel_compiler_is_one_line(torch_is_old, monkeypatch, capsys):
-    def no_nvrtc(source, name):
-        raise OSError("libnvrtc.so.13: cannot open\nshared object file")
-
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", no_nvrtc, raising=False)
-    if torch_is_old:
-        monkeypatch.delattr(torch.cuda, "_compile_kernel")
-    with pytest.raises(SystemExit) as stop:
-        variant.build_kernel.__wrapped__("cuda")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2
-    assert ("--env-backend torch" if torch_is_old else "cannot open shared object") in line
 
 
 @pytest.mark.slow
