@@ -31,14 +31,9 @@ import matplotlib.pyplot as plt
 import run_dirs
 from matplotlib.patches import Patch
 from run_dirs import FREE_ARGS, ROOT, ROWS, Run, label, per_step, read_runs, short, shown
+from traces import CPU_LAYERS
 
-LAYERS = {  # field of the trace -> name, hatch
-    "simulator_s": ("simulator", ""),
-    "python_s": ("Python", "///"),
-    "backend_s": ("backend", "..."),
-    "cuda_launch_s": ("CUDA API", "xxx"),
-    "cuda_wait_s": ("waiting for the GPU", "---"),
-}
+HATCHES = dict(zip(CPU_LAYERS, ("", "///", "...", "xxx", "---"), strict=True))
 RESOURCES = {"CPU": "#E69F00", "CPU + GPU": "#009E73", "GPU": "#56B4E9"}  # Okabe and Ito
 STAGES = ("simulation", "inference", "backpropagation", "rest")
 SHORT = ("sim", "inf", "bp", "rest")
@@ -53,19 +48,19 @@ OFF_POLICY = ("sac", "td3")
 
 def reduce(run: Run) -> dict:
     """A traced run -> seconds per environment step, transitions per iteration, shares."""
-    trace, num_envs = run.stages["trace"], run.config["args"].get("num_envs", 1)
+    trace, num_envs = run.trace, run.config["args"].get("num_envs", 1)
     cells, calls = {stage: {} for stage in STAGES}, dict.fromkeys(TRANSITIONS, 0)
     calls["to_simulator"] = 1  # one call steps all environments
-    for name, fields in per_step(run.stages).items():
+    for name, fields in per_step(run.stages, trace).items():
         stage = cells[name if name in STAGES else "rest"]
-        for layer in LAYERS:
+        for layer in CPU_LAYERS:
             beside = fields.get(f"gpu_with_{layer}", 0)
             alone = fields.get(layer, 0) - beside
             resource = "GPU" if layer == "cuda_wait_s" else "CPU + GPU"
             for key, seconds in ((f"{layer} CPU", alone), (f"{layer} {resource}", beside)):
                 if seconds:
                     stage[key] = stage.get(key, 0) + seconds
-        calls["to_backend"] += fields["backend_calls"] * num_envs
+        calls["to_backend"] += fields.get("backend_calls", 0) * num_envs
         calls["to_cuda"] += fields.get("cuda_api_calls", 0) * num_envs
     if trace["gpu_busy"] is None:
         calls["to_cuda"] = None
@@ -110,17 +105,18 @@ def comparable(runs: list[Run]) -> list[Run]:
     All on the machine of the newest; in each row all with the settings of the row's newest.
     """
 
-    def machine(run: Run) -> tuple:
-        return run.config["gpu"], run.config["cpu"]["model"], run.config["versions"]
-
     def settings(run: Run) -> dict:
         return {k: v for k, v in run.config["args"].items() if k not in FREE_ARGS}
 
-    traced = [run for run in runs if run.stages.get("trace")]
+    traced, kept = [], []
+    for run in runs:
+        try:
+            traced += [run] if run.trace else []
+        except ValueError as reason:
+            print(f"skipped: {shown(run.path)} {reason}", file=sys.stderr)
     newest = {(run.script, run.env_id, run.row): run for run in traced}
-    kept = []
     for run in traced:
-        if machine(run) != machine(traced[-1]):
+        if run_dirs.differences(run.config, traced[-1].config):
             print(f"skipped: {shown(run.path)} is of another machine", file=sys.stderr)
         elif settings(run) != settings(newest[run.script, run.env_id, run.row]):
             print(f"skipped: {shown(run.path)} has other settings than the newest", file=sys.stderr)
@@ -209,7 +205,7 @@ def bars(ax, rows: list[dict], labels: list[str], percent: bool) -> None:
                     width * 0.92,
                     bottom=bottom,
                     color=RESOURCES[resource],
-                    hatch=LAYERS[layer][1],
+                    hatch=HATCHES[layer],
                     edgecolor="black",
                     linewidth=0.5,
                 )
@@ -233,17 +229,11 @@ def bars(ax, rows: list[dict], labels: list[str], percent: bool) -> None:
 def key(figure, rows: list[dict]) -> None:
     """What the hatches and colours of these rows mean, below the figure."""
     used = [k for row in rows for stage in row["cells"].values() for k in stage]
-    layers = {name: v for name, v in LAYERS.items() if any(k.startswith(name) for k in used)}
+    layers = [name for name in CPU_LAYERS if any(k.startswith(name) for k in used)]
     resources = {k.split(" ", 1)[1] for k in used}
-    patches = [
-        Patch(facecolor="white", edgecolor="black", linewidth=0.5, hatch=hatch, label=name)
-        for name, hatch in layers.values()
-    ]
-    patches += [
-        Patch(facecolor=colour, edgecolor="black", linewidth=0.5, label=name)
-        for name, colour in RESOURCES.items()
-        if name in resources
-    ]
+    looks = [(CPU_LAYERS[name], {"facecolor": "white", "hatch": HATCHES[name]}) for name in layers]
+    looks += [(name, {"facecolor": RESOURCES[name]}) for name in RESOURCES if name in resources]
+    patches = [Patch(edgecolor="black", linewidth=0.5, label=name, **look) for name, look in looks]
     figure.legend(
         handles=patches,
         loc="outside lower center",

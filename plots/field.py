@@ -32,7 +32,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import run_dirs
@@ -112,16 +111,6 @@ ALGORITHMS = {
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")
 
 
-def versions() -> dict:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def work(library: str, algorithm: str, steps: int, seed: int) -> None:
     """The worker, in the field's python: trains and prints what it measured as its last line."""
     import importlib
@@ -168,7 +157,7 @@ def work(library: str, algorithm: str, steps: int, seed: int) -> None:
         "device": device,
         "torch_threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
-        "versions": versions(),
+        "versions": run_dirs.versions(PACKAGES),
     }
     print(json.dumps(result))
 
@@ -192,20 +181,15 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         suffix, *switches = settings.rows[entrant]
         command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
         command += [str(part) for flag in flags.items() for part in flag]
-    load = os.getloadavg()
+    load, what = os.getloadavg(), f"{entrant} round {seed}"
     status = speedup.run_logged(command, log, progress, {"PYTHONUNBUFFERED": "1"})
-    try:
-        if status:
-            raise ValueError(f"ended with exit status {status}")
-        if entrant in LIBRARIES:
-            result = json.loads(log.read_text().rstrip().rpartition("\n")[2])
-        else:
-            run = run_dirs.read_run(speedup.run_directory(log))
-            result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
-            result |= {"run": run_dirs.shown(run.path), "config": run.config}
-    except ValueError as reason:
-        where = f"see {run_dirs.shown(log)}:\n{speedup.last_lines(log)}"
-        raise ValueError(f"{entrant} round {seed} {reason}, {where}") from None
+    if entrant in LIBRARIES:
+        text = speedup.read_log(status, log, what, Path.read_text)
+        result = json.loads(text.rstrip().rpartition("\n")[2])
+    else:
+        run = speedup.read_log(status, log, what)
+        result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
+        result |= {"run": run_dirs.shown(run.path), "config": run.config}
     return {"command": shlex.join(["python", *command[1:]]), "load_average": load, **result}
 
 

@@ -2,8 +2,10 @@
 
     python plots/profile.py runs/RUN                after --stopwatch trace: layers and transitions
     python plots/profile.py my/folder/stages.json   of a script of your own with a copied stopwatch
+    python plots/profile.py my/trace.json.gz --steps 1000    of any annotated program (traces.py)
 
-Needs nothing but stages.json. Prints a stage x layer table, in microseconds per environment step,
+Needs nothing but stages.json and the trace that it names, or a trace and its environment steps.
+Prints a stage x layer table, in microseconds per environment step,
 and findings, the most expensive first. Each says what it rests on and the most that could be
 gained, so that a small one is known to be small. Seconds per stage are those of the steady window,
 which was not traced; the trace tells how each stage's divide into layers. Without a trace there are
@@ -14,33 +16,37 @@ to read.
 import argparse
 import sys
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from run_dirs import CPU_LAYERS, as_text, per_step, read_json, short, shown
+import traces
+from run_dirs import as_text, per_step, read_json, short, shown
+from traces import CPU_LAYERS
 
 SHORT_OPERATOR = 20e-6  # seconds; below it an operator costs what its dispatch costs
 NOTHING = 0.02  # of the time; a finding that could gain less is not worth reading
 REQUIRED = ("sps_steady", "stages", "window", "gpu")
+Finding = tuple[float, str, str]  # the share of the time that it is about, a sentence, what to do
 
 
-@dataclass
-class Finding:
-    """A sentence, what to do, and the share of the time that it is about."""
+def read(path: Path, steps: int) -> dict:
+    """The stopwatch's report in a run directory or file, its trace reduced, or that of a trace.
 
-    share: float
-    what: str
-    advice: str
-
-
-def read(path: Path) -> dict:
-    """The stopwatch's report in a run directory or file; ValueError says what is wrong with it."""
-    report = read_json(path / "stages.json" if path.is_dir() else path)
+    ValueError says what is wrong with it.
+    """
+    if path.suffix == ".gz":
+        trace = traces.reduce_trace(traces.read_events(path), 1, steps, None)
+        spent = {name: sum(s[f] or 0 for f in CPU_LAYERS) for name, s in trace["stages"].items()}
+        window = {"env_steps": steps, "seconds": sum(spent.values())}
+        stages = {name: {"seconds": seconds} for name, seconds in spent.items()}
+        return {"sps_steady": None, "window": window, "stages": stages, "trace": trace}
+    path = path / "stages.json" if path.is_dir() else path
+    report = read_json(path)
     if missing := [name for name in REQUIRED if name not in report]:
         raise ValueError(f"is no report of the stopwatch: it has no {missing[0]!r}")
     if not isinstance(report["stages"], dict) or not report["window"].get("env_steps"):
         raise ValueError("is the report of a run that made no steps")
-    return report
+    return report | {"trace": traces.read_trace(path.parent, report)}
 
 
 def microseconds(seconds: float) -> str:
@@ -77,154 +83,99 @@ def at_most(share: float) -> str:
 
 def findings(report: dict) -> list[Finding]:
     """What the numbers say, the largest share first."""
-    stages, found = per_step(report), []
+    stages, found = per_step(report, report["trace"]), []
     total = sum(fields["total"] for fields in stages.values())
-    if not total:
-        return found
-
-    def add(share: float, what: str, advice: str) -> None:
-        if share >= NOTHING:
-            found.append(Finding(share, what, advice))
-
     for name, fields in stages.items():
-        share = fields["total"] / total
-        if name == "simulation" and fields.get("backend_s", 0) > fields["total"] / 2:
-            # environments that are tensors or kernels, perhaps with acting in the same function
-            found += computation("simulation, made of operators,", fields, total)
-        elif name == "simulation":
-            add(
-                share,
-                f"simulation takes {share:.0%} of the time, {microseconds(fields['total'])} per "
-                "environment step",
-                f"without it the script would gain {at_most(share)}. Try more "
-                "environments in other processes or threads (EnvPool), environments as tensors on "
-                "the GPU, or step them while the GPU updates",
-            )
-        elif name == "logging":
-            add(share, f"logging takes {share:.0%} of the time", "log every n-th time only")
-        elif name == "checkpoint":
-            add(share, f"checkpoints take {share:.0%} of the time", "write them less often")
-        elif name == "untracked":
-            if share > 0.1:
-                add(
-                    share,
-                    f"{share:.0%} of the time is in no stage",
-                    "open stages around what the loop does besides, and look again",
-                )
-        else:
-            found += computation(name, fields, total)
-    found += gpu_findings(report, stages, total)
-    return sorted(found, key=lambda finding: -finding.share)
+        found += of_stage(name, fields, total)
+    if report["trace"] and report["trace"]["gpu_busy"] is not None:
+        found += of_gpu(report["trace"]["gpu_busy"], stages, total)
+    return sorted((f for f in found if f[0] >= NOTHING), key=lambda finding: -finding[0])
 
 
-def computation(name: str, fields: dict[str, float], total: float) -> list[Finding]:
-    """Inference, replay, backpropagation: is it Python, dispatch, launching or arithmetic?"""
-    found = []
-    python, backend = fields.get("python_s"), fields.get("backend_s", 0)
-    calls, launches = fields.get("backend_calls", 0), fields.get("kernel_launches", 0)
-    replays = fields.get("graph_replays", 0)
-    if python is None:
-        share = fields["total"] / total
-        what = f"{name} takes {share:.0%} of the time, {microseconds(fields['total'])} per step"
-        advice = "--stopwatch trace tells whether that is Python, operators or waiting"
-        return [Finding(share, what, advice)] if share >= 0.1 else []
-    overhead, length = python + backend, backend / calls if calls else 0
-    if calls and length < SHORT_OPERATOR and overhead / total >= NOTHING:
-        found.append(
-            Finding(
-                overhead / total,
-                f"{name} takes {overhead / total:.0%} of the time for {short(calls)} operators per "
-                f"step of {microseconds(length)} each and {microseconds(python)} of Python between",
-                "operators that short are mostly overhead: torch.compile the whole function, so "
-                f"that it is one call; {at_most(overhead / total)}",
-            )
-        )
+def of_stage(name: str, fields: dict[str, float], total: float) -> Iterator[Finding]:
+    share = fields["total"] / total
+    takes = f"{name} takes {share:.0%} of the time"
+    if name == "simulation" and fields.get("backend_s", 0) > fields["total"] / 2:
+        # environments that are tensors or kernels, perhaps with acting in the same function
+        yield from of_computation("simulation, made of operators,", fields, total)
+    elif name == "simulation":
+        what = f"{takes}, {microseconds(fields['total'])} per environment step"
+        advice = f"without it the script would gain {at_most(share)}. Try more environments in "
+        advice += "other processes or threads (EnvPool), environments as tensors on the GPU, or "
+        yield share, what, advice + "step them while the GPU updates"
+    elif name == "logging":
+        yield share, takes, "log every n-th time only"
+    elif name == "checkpoint":
+        yield share, takes, "write it less often"
+    elif name == "untracked":
+        if share > 0.1:
+            advice = "open stages around what the loop does besides, and look again"
+            yield share, f"{share:.0%} of the time is in no stage", advice
+    elif "python_s" not in fields:
+        if share > 0.1:
+            advice = "--stopwatch trace tells whether that is Python, operators or waiting"
+            yield share, f"{takes}, {microseconds(fields['total'])} per step", advice
     else:
-        if backend / total >= NOTHING:
-            each = f"{microseconds(length)} each" if calls else "no call ended in the window"
-            found.append(
-                Finding(
-                    backend / total,
-                    f"{name} computes on the CPU {backend / total:.0%} of the time, in "
-                    f"{short(calls)} calls per step, {each}",
-                    "calls that long are arithmetic or memory: count the FLOPs, then look at "
-                    f"threads, precision, layout, batch size; {at_most(backend / total)}",
-                )
-            )
-        if python / total >= NOTHING:
-            found.append(
-                Finding(
-                    python / total,
-                    f"{name} is in Python {python / total:.0%} of the time, "
-                    f"{microseconds(python)} per step",
-                    "NumPy, conversions, attribute look-ups and loops: move them out of the step, "
-                    f"do them once per rollout; {at_most(python / total)}",
-                )
-            )
-    launching = fields.get("cuda_launch_s", 0)
-    if launching / total >= NOTHING:
-        if launches > 10 * replays:
-            advice = "capture them in one CUDA graph: a replay is one call"
-        else:
-            advice = "few calls are left: one graph instead of several, fewer copies"
-        found.append(
-            Finding(
-                launching / total,
-                f"{name} spends {launching / total:.0%} of the time in the CUDA API: "
-                f"{short(launches)} launches and {short(replays)} replays per step",
-                f"{advice}; {at_most(launching / total)}",
-            )
-        )
-    return found
+        yield from of_computation(name, fields, total)
 
 
-def gpu_findings(report: dict, stages: dict[str, dict[str, float]], total: float) -> list[Finding]:
+def of_computation(name: str, fields: dict[str, float], total: float) -> Iterator[Finding]:
+    """Inference, replay, backpropagation: is it Python, dispatch, launching or arithmetic?"""
+    python, backend = fields.get("python_s", 0), fields.get("backend_s", 0)
+    calls, launches = fields.get("backend_calls", 0), fields.get("kernel_launches", 0)
+    length, replays = backend / calls if calls else 0, fields.get("graph_replays", 0)
+    if calls and length < SHORT_OPERATOR:
+        share = (python + backend) / total
+        what = f"{name} takes {share:.0%} of the time for {short(calls)} operators per step of "
+        what += f"{microseconds(length)} each and {microseconds(python)} of Python between"
+        advice = "operators that short are mostly overhead: torch.compile the whole function, so "
+        yield share, what, f"{advice}that it is one call; {at_most(share)}"
+    else:
+        share, what = backend / total, f"{name} computes on the CPU {backend / total:.0%} of the"
+        each = f"{microseconds(length)} each" if calls else "no call ended in the window"
+        advice = "calls that long are arithmetic or memory: count the FLOPs, then look at threads, "
+        advice += f"precision, layout, batch size; {at_most(share)}"
+        yield share, f"{what} time, in {short(calls)} calls per step, {each}", advice
+        share, what = python / total, f"{name} is in Python {python / total:.0%} of the time"
+        advice = "NumPy, conversions, attribute look-ups and loops: move them out of the step, do "
+        advice += f"them once per rollout; {at_most(share)}"
+        yield share, f"{what}, {microseconds(python)} per step", advice
+    share = fields.get("cuda_launch_s", 0) / total
+    what = f"{name} spends {share:.0%} of the time in the CUDA API: {short(launches)} launches and "
+    advice = "few calls are left: one graph instead of several, fewer copies"
+    if launches > 10 * replays:
+        advice = "capture them in one CUDA graph: a replay is one call"
+    yield share, f"{what}{short(replays)} replays per step", f"{advice}; {at_most(share)}"
+
+
+def of_gpu(busy: float, stages: dict[str, dict[str, float]], total: float) -> Iterator[Finding]:
     """Hidden synchronizations, and what an idle GPU waits for."""
-    trace, found = report.get("trace"), []
-    if not trace or trace["gpu_busy"] is None:
-        return found
+    idle = {}
     for name, fields in stages.items():
         waiting = fields.get("cuda_wait_s", 0)
-        if waiting / total >= NOTHING:
-            idle = max(0.0, waiting - fields.get("gpu_with_cuda_wait_s", 0))
-            found.append(
-                Finding(
-                    waiting / total,
-                    f"{name} waits for the GPU {waiting / total:.0%} of the time, "
-                    f"{microseconds(waiting)} per step ({microseconds(idle)} of it with the GPU "
-                    "idle): a synchronization",
-                    "look for .item(), .cpu(), .numpy(), print, `if` on a tensor and copies from "
-                    "memory that is not pinned; log from the GPU once per many steps",
-                )
-            )
-    busy = trace["gpu_busy"]
+        alone = max(0.0, waiting - fields.get("gpu_with_cuda_wait_s", 0))
+        what = f"{name} waits for the GPU {waiting / total:.0%} of the time, "
+        what += f"{microseconds(waiting)} per step ({microseconds(alone)} of it with the GPU idle)"
+        advice = "look for .item(), .cpu(), .numpy(), print, `if` on a tensor and copies from "
+        advice += "memory that is not pinned; log from the GPU once per many steps"
+        yield waiting / total, f"{what}: a synchronization", advice
+        idle[name] = fields["total"] - fields.get("gpu_overlap_s", 0)
     if busy < 0.8:
-        idle = {
-            name: fields["total"] - fields.get("gpu_overlap_s", 0)
-            for name, fields in stages.items()
-        }
         worst = sorted(idle, key=lambda name: -idle[name])[:2]
         whom = " and ".join(f"{name} ({idle[name] / total:.0%})" for name in worst)
-        found.append(
-            Finding(
-                1 - busy,
-                f"the GPU works {busy:.0%} of the time; the rest it waits, mostly for {whom}",
-                "overlap: launch the update, then simulate while it runs; capture what is small",
-            )
-        )
-    return found
+        what = f"the GPU works {busy:.0%} of the time; the rest it waits, mostly for {whom}"
+        advice = "overlap: launch the update, then simulate while it runs; capture what is small"
+        yield 1 - busy, what, advice
 
 
 def notes(report: dict) -> list[str]:
     """What to know before believing the numbers."""
-    lines, window, trace = [], report["window"], report.get("trace")
+    lines, window, trace = [], report["window"], report["trace"]
     if not window.get("steady", True):
         lines.append("the warm-up did not end: compilation and random exploration are in all this")
     if window["seconds"] < 2:
         lines.append(f"the window has {short(window['seconds'])} s only: run for longer")
-    if (report.get("overhead_pct") or 0) > 1:
-        lines.append(f"the stopwatch itself took {report['overhead_pct']:.1f}% of the window")
-    if trace and trace["inflation"] > 2:
+    if trace and (trace["inflation"] or 0) > 2:
         lines.append(
             f"tracing made it {trace['inflation']:.1f} times slower: what consists of many small "
             "operators looks larger than it is"
@@ -243,14 +194,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="or stages.json")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="or file")
+    parser.add_argument("--steps", type=int, default=1, help="in the window of a trace alone")
     parser.add_argument("--top", type=int, default=5, help="findings to print")
     options = parser.parse_args(arguments)
     status = 0
     for path in options.runs:
         try:
-            report = read(path)
-            stages = per_step(report)
+            report = read(path, options.steps)
+            stages = per_step(report, report["trace"])
             if not stages:
                 raise ValueError("has no stages: the stopwatch was off")
             rows, found, known = table(stages), findings(report), notes(report)
@@ -259,11 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{shown(path)} {reason}", file=sys.stderr)
             status = 1
             continue
-        print(f"{shown(path)}: {short(report['sps_steady'] or 0)} environment steps/s")
+        speed = report["sps_steady"] and f": {short(report['sps_steady'])} environment steps/s"
+        print(f"{shown(path)}{speed or ''}")
         print(f"\n{as_text(rows, labels=1)}\n")
-        for number, finding in enumerate(found[: options.top], start=1):
-            print(textwrap.fill(f"{number}. {finding.what}.", 88, subsequent_indent="   "))
-            print(textwrap.fill(f"   -> {finding.advice}.", 88, subsequent_indent="      "))
+        for number, (_, what, advice) in enumerate(found[: options.top], start=1):
+            print(textwrap.fill(f"{number}. {what}.", 88, subsequent_indent="   "))
+            print(textwrap.fill(f"   -> {advice}.", 88, subsequent_indent="      "))
         for line in known:
             print(f"note: {line}.")
         print()

@@ -3,39 +3,43 @@
     python plots/record.py plots/results/NAME.json runs/RUN [runs/RUN ...] [--note "what to know"]
 
 A record holds, per run, config.json and stages.json whole, every episodic return and, where the
-run evaluated, every evaluation's mean return, each with its step. It prints the numbers that README
-quotes: the mean return of the last 10 episodes (of as many rollouts, where a script logs the mean
-of each) and the last evaluation.
+run evaluated, every evaluation's mean return, each with its step. What config.json does not say of
+the machine is in machine.json, if a program of this folder has started the run; otherwise this
+machine and commit are taken for those of the run, if it has as many cores and the same GPU. It
+prints the numbers that README quotes: the mean return of the last 10 episodes (of as many rollouts,
+where a script logs the mean of each) and the last evaluation.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+import run_dirs
 
-ROOT = Path(__file__).resolve().parents[1]
 LAST = 10  # episodes whose mean return stands for a run
 
 
 def read_run(run_dir: Path) -> dict:
     """Config, stages and episodic returns [[step, return], ...] of a finished run."""
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-
-    def series(tag: str) -> list:
-        tags = events.Tags()["scalars"]
-        return [[e.step, round(e.value, 2)] for e in events.Scalars(tag)] if tag in tags else []
-
-    returns = series("charts/episodic_return")
-    run = {
-        name: json.loads((run_dir / f"{name}.json").read_text()) for name in ("config", "stages")
-    }
-    last = [value for _, value in returns[-LAST:]]
-    return (
-        {"run": run_dir.name, f"mean_return_last_{LAST}": sum(last) / len(last)}
-        | run
-        | {"episodic_returns": returns, "eval_returns": series("charts/eval_return")}
+    tags = "charts/episodic_return", "charts/eval_return"
+    series = run_dirs.read_series(run_dir, tags)
+    rows = {tag: zip(s.steps, s.values, strict=True) for tag, s in series.items()}
+    returns, evaluations = (
+        [[int(step), round(value, 2)] for step, value in rows.get(tag, ())] for tag in tags
     )
+    here = run_dirs.this_machine() | {"load_average": None}  # what it was then, nobody knows
+    config = run_dirs.read_config(run_dir)
+    if here["gpu"] == config["gpu"] and here["cpu"]["cores"] == config["cpu"]["cores"]:
+        config = run_dirs.read_config(run_dir, machine=here)
+    last = [value for _, value in returns[-LAST:]]
+    return {
+        "run": run_dir.name,
+        f"mean_return_last_{LAST}": sum(last) / len(last),
+        "config": config,
+        "stages": run_dirs.read_json(run_dir / "stages.json"),
+        "episodic_returns": returns,
+        "eval_returns": evaluations,
+    }
 
 
 def main() -> None:
@@ -47,7 +51,7 @@ def main() -> None:
     runs = [read_run(run_dir) for run_dir in args.runs]
     args.record.parent.mkdir(parents=True, exist_ok=True)
     record = json.dumps({"note": args.note, "runs": runs}, indent=1) + "\n"
-    args.record.write_text(record.replace(f"{ROOT}/", ""))  # no record names a machine's folders
+    args.record.write_text(record.replace(f"{run_dirs.ROOT}/", ""))  # no folders of a machine
     for run in runs:
         steps = run["episodic_returns"][-1][0]  # less than asked for where the run was interrupted
         said = f"{run['run']}: {run[f'mean_return_last_{LAST}']:,.0f} after {steps:,} steps"

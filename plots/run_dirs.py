@@ -4,15 +4,21 @@ A run is a directory with config.json, stages.json and TensorBoard files. Whatev
 it, or is damaged, empty or half written, is passed over with its name and the reason.
 """
 
+import functools
 import json
 import logging
+import os
 import re
 import statistics
+import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
+from traces import CPU_LAYERS, read_trace
 
 PLOTS = Path(__file__).resolve().parent
 ROOT = PLOTS.parent
@@ -31,19 +37,12 @@ ROWS = {  # name -> flags of the variant; the baseline is another file
 }
 # what may differ between runs of one table: the rest of args are settings that must agree
 FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
-FREE_ARGS |= {"wandb_entity", "stopwatch"}
-CPU_LAYERS = {  # of a trace: field -> title
-    "simulator_s": "simulator",
-    "python_s": "Python",
-    "backend_s": "backend",
-    "cuda_launch_s": "CUDA API",
-    "cuda_wait_s": "waiting",
-}
+FREE_ARGS |= {"wandb_entity", "stopwatch", "resume"}
 
 
 @dataclass
 class Run:
-    """A finished run: what its two files say."""
+    """A finished run: what config.json, with machine.json, and stages.json say."""
 
     path: Path
     config: dict
@@ -68,6 +67,11 @@ class Run:
     @property
     def env_id(self) -> str:
         return self.config["args"]["env_id"]
+
+    @functools.cached_property
+    def trace(self) -> dict | None:
+        """The reduced trace, None without one; ValueError if its file is gone or damaged."""
+        return read_trace(self.path, self.stages)
 
     @property
     def hardware(self) -> str:
@@ -105,28 +109,85 @@ def read_json(path: Path) -> dict:
     return found
 
 
+def this_machine() -> dict:
+    """What config.json does not say: the processor, the driver, the load and the commit, now."""
+    import torch  # here, because to read runs it is not needed
+
+    def output(*command: str) -> str | None:
+        try:
+            done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
+            return done.stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    cpu = {"model": model and model[1], "vectors": torch.backends.cpu.get_cpu_capability()}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "cpu": cpu | {"cores": os.cpu_count()},
+        "gpu": gpu,
+        "gpu_driver": driver,
+        "load_average": os.getloadavg(),
+        "git_commit": output(*"git describe --always --dirty --abbrev=40 --exclude=*".split()),
+    }
+
+
+def versions(packages: list[str]) -> dict:
+    """Those of `packages` that are installed here, with their versions."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) -> dict:
+    """config.json of the run in `path` and what machine.json beside it, or else `machine`, adds."""
+    config, beside = read_json(path / f"config{suffix}"), path / "machine.json"
+    machine = read_json(beside) if beside.exists() else machine or {}
+    unknown = {"gpu_driver": None, "load_average": None, "git_commit": None}
+    cpu = {"model": None, "vectors": None} | machine.get("cpu", {}) | config.get("cpu", {})
+    return unknown | machine | config | {"cpu": cpu}
+
+
 def read_run(path: Path) -> Run:
     """The run in the directory `path`; ValueError says what is wrong with one that did not end.
 
-    A resumed run is described by its last part, in config_STEP.json and stages_STEP.json.
+    A resumed run has further parts, config_STEP.json and stages_STEP.json. It has ended if one of
+    them has; its speed is that of the last part with a steady window.
     """
     parts = (re.fullmatch(r"config_(\d+)\.json", file.name) for file in path.glob("config_*.json"))
-    before = max((int(part[1]) for part in parts if part), default=0)
+    ended, problems = False, []
+    for before in sorted({0, *(int(part[1]) for part in parts if part)}, reverse=True):
+        try:
+            run, missing = read_part(path, before)
+        except ValueError as problem:
+            problems.append(problem)
+            continue
+        if missing:
+            problems.append(ValueError(missing))
+        ended = ended or not missing
+        if ended and run.stages["sps_steady"]:
+            return run
+    raise (problems or [ValueError("ended before its warm-up did: no steady steps/s")])[0]
+
+
+def read_part(path: Path, before: int) -> tuple[Run, str]:
+    """The part of a run that began after `before` steps, and what is missing to its end, if any."""
     suffix = f"_{before}.json" if before else ".json"
-    run = Run(path, read_json(path / f"config{suffix}"), read_json(path / f"stages{suffix}"))
     try:
+        run = Run(path, read_config(path, suffix), read_json(path / f"stages{suffix}"))
         args = run.config["args"]
         run.row, run.script, run.env_id, run.hardware  # noqa: B018  they read what they need
         steps = before + round(run.stages["sps_inclusive"] * run.stages["wall_seconds"])
-        steady = run.stages["sps_steady"]
+        run.stages["sps_steady"]  # noqa: B018
         whole = args.get("num_steps", 1) * args.get("num_envs", 1)  # PPO ends with a whole rollout
-        if steps < 0.99 * (args["total_timesteps"] // whole * whole):
-            raise ValueError(f"stopped after {steps} of {args['total_timesteps']} steps")
+        ended = steps >= 0.99 * (args["total_timesteps"] // whole * whole)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError):
         raise ValueError("holds the files of some other program") from None
-    if not steady:
-        raise ValueError("ended before its warm-up did: no steady steps/s")
-    return run
+    return run, "" if ended else f"stopped after {steps} of {args['total_timesteps']} steps"
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
@@ -185,21 +246,22 @@ def read_series(path: Path, tags: list[str]) -> dict[str, Series]:
     return found
 
 
-def per_step(report: dict) -> dict[str, dict[str, float]]:
+def per_step(report: dict, trace: dict | None) -> dict[str, dict[str, float]]:
     """A stopwatch's report -> {stage: {field of the trace, or "total": per environment step}}.
 
     `total`, in seconds, is what the stage took in the steady window, which was not traced. A trace
     divides it into layers: annotations slow some stages down more than others, so each is scaled to
     its own total. Stages without time are left out, and the evaluation, which is no training.
     """
-    steps, trace, found = report["window"]["env_steps"], report.get("trace"), {}
+    steps, found = report["window"]["env_steps"], {}
     for name, stage in report["stages"].items():
         if name == "evaluation" or not stage["seconds"]:
             continue
         total = stage["seconds"] / steps
         found[name] = {"total": total}
         if trace:
-            fields = {k: v for k, v in trace["stages"][name].items() if v is not None}
+            fields = trace["stages"].get(name, {})
+            fields = {k: v for k, v in fields.items() if v is not None}
             traced = sum(fields.get(layer, 0) for layer in CPU_LAYERS) / trace["env_steps"]
             for field, value in fields.items():
                 scale = total / traced if field.endswith("_s") and traced else 1
@@ -209,17 +271,23 @@ def per_step(report: dict) -> dict[str, dict[str, float]]:
     return found
 
 
+def differences(one: dict, other: dict) -> dict[str, tuple]:
+    """Where two config.json tell of other machines; what one of them does not know is none."""
+    pairs = {key: (one[key], other[key]) for key in ("gpu", "versions")}
+    for key in ("model", "cores", "vectors"):
+        pair = one["cpu"].get(key), other["cpu"].get(key)
+        pairs |= {} if None in pair else {f"cpu {key}": pair}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def incomparable(runs: list[Run]) -> str | None:
     """Why `runs` do not belong into one table, or None if they do."""
     for run in runs:
         for other in runs:
-            configs = run.config, other.config
-            pairs = {key: [config.get(key) for config in configs] for key in ("gpu", "versions")}
-            # how many threads to take is a script's own choice
-            pairs["cpu"] = [config["cpu"] | {"threads": None} for config in configs]
+            pairs = differences(run.config, other.config)
             if run.script == other.script:
-                pairs["processes"] = [config.get("processes", 1) for config in configs]
-                one, another = (config["args"] for config in configs)
+                pairs["processes"] = [r.config.get("processes", 1) for r in (run, other)]
+                one, another = (r.config["args"] for r in (run, other))
                 names = one.keys() | another.keys()
                 if (run.row == "baseline") != (other.row == "baseline"):
                     names = one.keys() & another.keys()  # the variant has flags of its own
@@ -238,12 +306,13 @@ def spread(values: list[float]) -> dict:
 
 
 def machine(configs: list[dict]) -> dict:
-    """Hardware, versions, commit and load of the runs with these config.json."""
-    first, loads = configs[0], [config["load_average"][0] for config in configs]
+    """Hardware, versions, commit and load of the runs with these configs; None where unknown."""
+    first, loads = configs[0], [c["load_average"][0] for c in configs if c.get("load_average")]
     return {
-        **{key: first[key] for key in ("cpu", "gpu", "gpu_driver", "python", "versions")},
-        "git_commits": list(dict.fromkeys(config["git_commit"] for config in configs)),
-        "load_average_1min": {"min": min(loads), "max": max(loads)},
+        "cpu": {"model": None} | first["cpu"],
+        **{key: first.get(key) for key in ("gpu", "gpu_driver", "python", "versions")},
+        "git_commits": list(dict.fromkeys(config.get("git_commit") for config in configs)),
+        "load_average_1min": {"min": min(loads), "max": max(loads)} if loads else None,
     }
 
 
@@ -251,13 +320,14 @@ def describe(machine: dict) -> list[str]:
     """`machine` as lines for a reader."""
     cpu, gpu, load = machine["cpu"], machine["gpu"], machine["load_average_1min"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return [
+    lines = [
         f"CPU: {cpu['model'] or 'unknown'}, {cpu['cores']} cores, {cpu['threads']} torch threads",
         f"GPU: {gpu}, driver {machine['gpu_driver']}" if gpu else "GPU: none",
         f"Python {machine['python']}, {versions}",
         f"Commit: {', '.join(commit or 'unknown' for commit in machine['git_commits'])}",
-        f"Load average before the runs: {load['min']:.1f} to {load['max']:.1f}",
     ]
+    said = f"Load average before the runs: {load['min']:.1f} to {load['max']:.1f}" if load else ""
+    return [*lines, said] if load else lines
 
 
 # Reports

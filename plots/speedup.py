@@ -19,14 +19,14 @@ numbers come from config.json and stages.json of the runs:
                     empty (--table-only, --full: as the run found it), `best` the fastest
     all steps/s     mean of all steps / all seconds
 
-Written to plots/out/: speedup.md, .csv and .json, the figures of plots/curves.py and
+Written to plots/out/: speedup.md and .json, the figures of plots/curves.py and
 plots/breakdown.py, and logs/ with what each run printed. Exit status 1 if a run failed; the others
 count nevertheless.
 """
 
 import argparse
-import csv
 import fnmatch
+import json
 import os
 import re
 import shlex
@@ -40,7 +40,18 @@ from pathlib import Path
 
 import run_dirs
 import tqdm
-from run_dirs import FREE_ARGS, ROWS, VARIANT, Run, incomparable, read_run, read_runs, shown, spread
+from run_dirs import (
+    FREE_ARGS,
+    ROWS,
+    VARIANT,
+    Run,
+    incomparable,
+    read_run,
+    read_runs,
+    shown,
+    spread,
+    this_machine,
+)
 
 ROOT = run_dirs.ROOT
 QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
@@ -141,30 +152,6 @@ def cells(rows: list[dict]) -> list[list[str]]:
     return table
 
 
-def write_csv(path: Path, record: dict) -> None:
-    """The table with hardware and versions in each line, for spreadsheets and pandas."""
-    machine, lines = record["machine"], []
-    for row in record["rows"]:
-        settings = record["settings"][row["script"]]
-        line = {"script": row["script"], "row": row["row"], "env_id": settings["env_id"]}
-        line |= {"total_timesteps": settings["total_timesteps"]}
-        if "skipped" not in row:
-            line |= {f"sps_{name}": value for name, value in row["sps_steady"].items()}
-            line |= {"speedup": row["speedup"]}
-            line |= {f"warmup_s_{name}": value for name, value in row["warmup_seconds"].items()}
-            line |= {"sps_inclusive_mean": row["sps_inclusive"]["mean"]}
-            line |= {"seeds": " ".join(map(str, row["seeds"]))}
-        line |= {"skipped": row.get("skipped"), "cpu": machine["cpu"]["model"]}
-        line |= {"cores": machine["cpu"]["cores"], "gpu": machine["gpu"]}
-        line |= {"python": machine["python"], **machine["versions"]}
-        lines.append(line | {"commits": " ".join(map(str, machine["git_commits"]))})
-    with path.open("w", newline="") as file:
-        names = max((list(line) for line in lines), key=len)
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(lines)
-
-
 def steps_done(log: Path) -> int:
     """How far the run that writes `log` is, by the last progress bar in it."""
     with log.open("rb") as file:
@@ -182,12 +169,13 @@ def last_lines(log: Path, count: int = 12) -> str:
 
 @contextmanager
 def logged(command: list[str], log: Path, environment: dict | None = None):
-    """A process that runs `command`, its output in `log`.
+    """A process that runs `command`, its output in `log`, and machine.json in its run directory.
 
     It leads a group of its own. Whatever ends the context, an interrupt included, ends it: first as
     on Ctrl-C, so that the run closes its files, then, with its helpers, by force.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    machine = json.dumps(this_machine(), indent=2)
     with log.open("w") as output:
         child = subprocess.Popen(
             command,
@@ -210,6 +198,8 @@ def logged(command: list[str], log: Path, environment: dict | None = None):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+                with suppress(ValueError, OSError):  # it has made none
+                    (run_directory(log) / "machine.json").write_text(machine)
 
 
 def run_logged(command: list[str], log: Path, progress, environment: dict | None = None) -> int:
@@ -229,17 +219,21 @@ def run_directory(log: Path) -> Path:
     return ROOT / found[-1]
 
 
+def read_log(status: int, log: Path, what: str, read=lambda log: read_run(run_directory(log))):
+    """The run that wrote `log`, which is `what`; ValueError says what went wrong with it."""
+    try:
+        if status:
+            raise ValueError(f"ended with exit status {status}")
+        return read(log)
+    except ValueError as reason:
+        raise ValueError(f"{what} {reason}, see {shown(log)}:\n{last_lines(log)}") from None
+
+
 def run_and_read(
     command: list[str], log: Path, progress, what: str, environment: dict | None = None
 ) -> Run:
     """The run that `command` makes, which is `what`; ValueError says what went wrong with it."""
-    status = run_logged(command, log, progress, environment)
-    try:
-        if status:
-            raise ValueError(f"ended with exit status {status}")
-        return read_run(run_directory(log))
-    except ValueError as reason:
-        raise ValueError(f"{what} {reason}, see {shown(log)}:\n{last_lines(log)}") from None
+    return read_log(run_logged(command, log, progress, environment), log, what)
 
 
 def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
@@ -331,25 +325,15 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
 
 
-def this_machine() -> dict:
-    """Hardware and versions, as the scripts' config.json has them."""
-    import torch  # here, because --table-only does not need it
-
-    from leanrl.sac_continuous_action import Args, run_config
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return run_config(Args(), device)
-
-
 def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
-    """{name: run} of the jobs that need not run again; `here` is this machine's config.json."""
+    """{name: run} of the jobs that need not run again; `here` is `this_machine`."""
     runs, kept = read_runs([ROOT / "runs"])[0], {}
     for job in jobs:
         script = ROOT / job.command[1]
         for run in runs:
+            installed = {"versions": run_dirs.versions(run.config["versions"])}
             same = run.config["command"] == " ".join(job.command[1:])
-            same = same and all(run.config[key] == here[key] for key in ("gpu", "versions"))
-            same = same and run.config["cpu"]["model"] == here["cpu"]["model"]
+            same = same and not run_dirs.differences(run.config, here | installed)
             same = same and run.config.get("processes", 1) == 1  # torchrun is not in the command
             if same and script.stat().st_mtime < (run.path / "config.json").stat().st_mtime:
                 kept[job.name] = run
@@ -369,7 +353,7 @@ def draw_figures(runs: list[Run], out: Path) -> None:
 
 
 def write_table(runs: list[Run], failures: list[str], protocol: str, call: str, out: Path) -> None:
-    """speedup.md, .csv and .json."""
+    """speedup.md and .json."""
     command = f"python plots/speedup.py {call}"
     record = {"schema": 1, "protocol": protocol, "command": command}
     record |= {"machine": run_dirs.machine([run.config for run in runs])}
@@ -387,7 +371,6 @@ def write_table(runs: list[Run], failures: list[str], protocol: str, call: str, 
     if (out / "logs").exists():
         below.append(f"logs: {shown(out / 'logs')}/")
     run_dirs.write_report(out / "speedup", above, cells(record["rows"]), below, record)
-    write_csv(out / "speedup.csv", record)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,11 +1,9 @@
 """What is drawn and said about runs: curves, breakdowns, profiles, the stopwatch's overhead."""
 
-import copy
 import html
 import json
 import math
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -15,13 +13,20 @@ import curves
 import numpy as np
 import overhead
 import pytest
+import record
 import run_dirs
 from conftest import ROOT
-from fake_runs import SCRIPT, config, make_run, report, stages, write_events
-
-from leanrl.stopwatch import CPU_FIELDS, TRACE_FIELDS
-
-profile = runpy.run_path(str(ROOT / "plots/profile.py"))  # imported it would be Python's own
+from fake_runs import (
+    SCRIPT,
+    config,
+    machine,
+    make_run,
+    report,
+    stages,
+    trace_events,
+    write_events,
+)
+from traces import reduce_trace
 
 
 def image_size(path):
@@ -50,14 +55,9 @@ def runs(tmp_path):
 # Reading
 
 
-def test_the_reports_of_the_stopwatch_are_understood():
-    assert set(run_dirs.CPU_LAYERS) == set(CPU_FIELDS) == set(breakdown.LAYERS)
-    assert set(report(gpu=True)["trace"]["stages"]["inference"]) == set(TRACE_FIELDS)
-
-
 def test_a_stage_has_its_untraced_seconds_and_its_traced_shares():
     """Tracing slowed inference down twofold and the backpropagation not: each is scaled alone."""
-    found = run_dirs.per_step(report())
+    found = run_dirs.per_step(report(), reduce_trace(trace_events(), 10, 10, 0.1))
     assert found["inference"]["total"] == 0.02 and found["backpropagation"]["total"] == 0.06
     assert found["inference"]["python_s"] == pytest.approx(0.015)
     assert found["inference"]["backend_s"] == pytest.approx(0.005)
@@ -65,8 +65,80 @@ def test_a_stage_has_its_untraced_seconds_and_its_traced_shares():
     assert found["backpropagation"]["backend_calls"] == 200  # calls are not scaled
     layers = [sum(fields.get(x, 0) for x in run_dirs.CPU_LAYERS) for fields in found.values()]
     assert layers == pytest.approx([fields["total"] for fields in found.values()])
-    untraced = run_dirs.per_step(report() | {"trace": None})
-    assert untraced["inference"] == {"total": 0.02}
+    assert run_dirs.per_step(report(), None)["inference"] == {"total": 0.02}
+
+
+def add_part(path, before, found, **args):
+    """What --resume adds to the run in `path` after `before` steps; `found` None: it was killed."""
+    made = json.loads((path / "config.json").read_text())
+    made["args"] |= {"resume": str(path)} | args
+    (path / f"config_{before}.json").write_text(json.dumps(made))
+    if found:
+        (path / f"stages_{before}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("first", "before", "rest", "total", "speed"),
+    [
+        (stages(80), 1000, stages(None, None, steps=0), 1000, 80),  # nothing was left to do
+        (stages(80), 1000, None, 2000, 80),  # killed on the way to more
+        (stages(80, steps=990), 990, stages(None, None, steps=10), 1000, 80),
+        (stages(80, steps=500), 500, stages(90, steps=500), 1000, 90),
+    ],
+    ids=["nothing-left", "killed", "short-rest", "halves"],
+)
+def test_a_finished_run_stays_after_a_resume(runs, tmp_path, first, before, rest, total, speed):
+    path = make_run(runs, 500, config(seed=3), first)
+    write_events(path, [("charts/episodic_return", 50 * k, k, float(k)) for k in range(1, 21)])
+    add_part(path, before, rest, total_timesteps=total)
+    run = run_dirs.read_run(path)
+    assert run.stages["sps_steady"] == speed
+    assert curves.main([str(runs), "--where", "seed=3", "--out", str(tmp_path / "c")]) == 0
+    (lines,) = curves.groups(run_dirs.read_runs([runs])[0]).values()
+    assert len(lines["baseline"]) == 3
+
+
+def test_a_resumed_run_that_did_not_end_says_why(tmp_path):
+    path = make_run(tmp_path, 1, config(), stages(80, steps=500))
+    add_part(path, 500, None)
+    with pytest.raises(ValueError, match="has no stages_500.json"):
+        run_dirs.read_run(path)
+    add_part(path, 500, stages(90, steps=100))
+    with pytest.raises(ValueError, match="stopped after 600 of 1000 steps"):
+        run_dirs.read_run(path)
+
+
+def test_what_the_machine_was_stands_beside_the_run(tmp_path, monkeypatch):
+    path = make_run(tmp_path, 1, config(gpu="H"), stages(80))
+    run = run_dirs.read_run(path)
+    cpu = {"model": "Abacus", "vectors": "AVX2", "cores": 2, "threads": 2}
+    assert run.config["cpu"] == cpu and run.config["gpu"] == "H"  # what the run had comes first
+    (path / "machine.json").unlink()
+    known = run_dirs.read_run(path)
+    assert known.config["git_commit"] is known.config["cpu"]["model"] is None
+    assert run_dirs.incomparable([run, known]) is None  # what is unknown is no difference
+    record = run_dirs.machine([known.config])
+    assert record["load_average_1min"] is None and record["git_commits"] == [None]
+    assert "CPU: unknown, 2 cores, 2 torch threads" in run_dirs.describe(record)
+    here = run_dirs.this_machine()
+    assert here["cpu"].keys() == {"model", "vectors", "cores"} and len(here["load_average"]) == 3
+
+
+@pytest.mark.parametrize("cores", [2, 4])
+def test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be(tmp_path, monkeypatch, cores):
+    path = make_run(tmp_path, 1, config(), stages(80))
+    (path / "machine.json").unlink()
+    write_events(path, [("charts/episodic_return", 50 * k, k, float(k)) for k in range(1, 21)])
+    here = machine()
+    here["cpu"]["cores"] = cores
+    monkeypatch.setattr(run_dirs, "this_machine", lambda: here)
+    monkeypatch.setattr(sys, "argv", ["record.py", str(tmp_path / "r.json"), str(path)])
+    record.main()
+    (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert run["config"]["cpu"]["model"] == ("Abacus" if cores == 2 else None)
+    assert run["config"]["load_average"] is None, "nobody knows what it was then"
+    assert run["mean_return_last_10"] == 15.5 and run["episodic_returns"][0] == [50, 1.0]
+    assert run["eval_returns"] == [] and run["stages"] == stages(80)
 
 
 def test_series_end_where_the_file_is_damaged(tmp_path):
@@ -408,7 +480,7 @@ def test_breakdown_sums_to_the_untraced_time(runs):
         assert cells["simulation"] == {"simulator_s CPU": pytest.approx(0.01)}
         assert cells["rest"] == {"python_s CPU": pytest.approx(0.01)}  # untracked
         assert row["simulation_share"] == pytest.approx(0.1)
-        counts = {"to_simulator": 1, "to_backend": 200, "to_cuda": None}
+        counts = {"to_simulator": 1, "to_backend": 201, "to_cuda": None}
         assert row["transitions_per_iteration"] == counts
         assert row["cpu_share"] is None and row["gpu_busy"] is None
 
@@ -416,7 +488,7 @@ def test_breakdown_sums_to_the_untraced_time(runs):
 def test_an_iteration_is_a_step_of_all_environments(tmp_path):
     path = make_run(tmp_path, 1, config(num_envs=8), report())
     counts = breakdown.reduce(run_dirs.read_run(path))["transitions_per_iteration"]
-    assert counts["to_backend"] == 1600 and counts["to_simulator"] == 1
+    assert counts["to_backend"] == 8 * 201 and counts["to_simulator"] == 1
 
 
 def test_breakdown_on_a_gpu(tmp_path):
@@ -428,7 +500,7 @@ def test_breakdown_on_a_gpu(tmp_path):
     assert update["backend_s CPU + GPU"] == pytest.approx(0.0015)
     assert update["backend_s CPU"] == pytest.approx(0.0135)
     assert sum(update.values()) == pytest.approx(0.06)
-    assert row["cpu_share"] == pytest.approx(0.7) and row["gpu_busy"] == 0.35
+    assert row["cpu_share"] == pytest.approx(0.7) and row["gpu_busy"] == pytest.approx(0.33)
     assert row["transitions_per_iteration"]["to_cuda"] == 40
 
 
@@ -438,14 +510,16 @@ def test_figures_and_headlines_of_breakdown(tmp_path, capsys, gpu):
     for script, env_id in ((SCRIPT, "HalfCheetah-v5"), ("ppo_cartpole_gpu", "CartPole-v1")):
         for row in ("baseline", "compile"):
             number += 1
-            made = copy.deepcopy(report(gpu=gpu is not None))
-            if row == "compile":
-                made["trace"]["stages"]["backpropagation"]["backend_calls"] = 10
             arguments = config(row, gpu=gpu, script=script, env_id=env_id)
-            make_run(tmp_path / "runs", number, arguments, made)
+            events = trace_events(gpu is not None, 2000 if row == "baseline" else 10)
+            made = report(gpu=gpu is not None)
+            make_run(tmp_path / "runs", number, arguments, made, events)
+    broken = make_run(tmp_path / "runs", 8, config("compile", gpu=gpu), report())
+    (broken / "trace.json.gz").write_bytes(b"no gzip")
     make_run(tmp_path / "runs", 9, config("eager", gpu=gpu), stages(5))  # not traced
     out = tmp_path / "out/b"
     assert breakdown.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert f"{broken} trace.json.gz is damaged" in capsys.readouterr().err
     for name in ("stages", "algorithms", "simulators"):
         assert min(image_size(out.with_name(f"b_{name}.png"))) > 300
         assert "per step" in (text := out.with_name(f"b_{name}.svg").read_text()) or "% of" in text
@@ -453,7 +527,7 @@ def test_figures_and_headlines_of_breakdown(tmp_path, capsys, gpu):
     record = json.loads(out.with_suffix(".json").read_text())
     said = "\n".join(record["headlines"])
     assert "off-policy, baselines: 10%" in said and "on-policy, variants" in said
-    assert "baseline to compile: 200 to 1, 200 times fewer" in said
+    assert "baseline to compile: 201 to 2, 100 times fewer" in said
     assert ("CPU at work (RL-Scope: about 90%): 70%" in said) == (gpu is not None)
     assert ("not measured" in said) == (gpu is None)
     assert len(record["rows"]) == 4 and "eager" not in {row["row"] for row in record["rows"]}
@@ -463,102 +537,6 @@ def test_no_trace_is_one_line(tmp_path, capsys):
     make_run(tmp_path, 1, config(), stages(5))
     assert breakdown.main([str(tmp_path), "--out", str(tmp_path / "b")]) == 1
     assert "no run was traced" in capsys.readouterr().err
-
-
-# Profile
-
-
-def read_out(path, *flags):
-    done = subprocess.run(
-        [sys.executable, "plots/profile.py", path, *flags], cwd=ROOT, capture_output=True, text=True
-    )
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_profile_reads_a_run_out(tmp_path):
-    status, said, _ = read_out(make_run(tmp_path, 1, config(), report()))
-    assert status == 0
-    assert max(map(len, said.splitlines()[1:])) <= 100
-    table = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.strip()}
-    assert table["backpropagation"][:4] == ["0", "20,000", "40,000", "60,000"]
-    assert table["total"][:5] == ["10,000", "45,000", "45,000", "100,000", "100%"]
-    assert "1. backpropagation computes on the CPU 40% of the time" in said
-    assert "1.67x at most" in said  # Amdahl's law for 40%
-    assert "simulation takes 10% of the time" in said and "GPU:" not in said
-
-
-def test_short_operators_are_called_overhead(tmp_path):
-    made = report()
-    made["trace"]["stages"]["backpropagation"]["backend_calls"] = 100_000
-    _, said, _ = read_out(make_run(tmp_path, 1, config(), made))
-    assert "backpropagation takes 60% of the time for 10,000 operators per step of 4 us each" in (
-        " ".join(said.split())
-    )
-    assert "torch.compile" in said
-
-
-def test_profile_on_a_gpu_names_synchronizations_and_what_the_gpu_waits_for(tmp_path):
-    status, said, _ = read_out(make_run(tmp_path, 1, config(), report(gpu=True)), "--top", "9")
-    said = " ".join(said.split())
-    assert status == 0 and "backpropagation waits for the GPU 30% of the time" in said
-    assert "380 launches" not in said and "38 launches and 1 replays per step" in said
-    assert "CUDA graph" in said and ".item()" in said
-    assert "the GPU works 35% of the time; the rest it waits, mostly for" in said
-
-
-def test_profile_of_a_script_of_your_own(tmp_path):
-    """A copied region, no config.json, no TensorBoard: the report alone is enough."""
-    source = (ROOT / "leanrl/stopwatch.py").read_text()
-    region = source[source.index("\n# >>> stopwatch") :]
-    (tmp_path / "mine.py").write_text(
-        region
-        + """
-import json
-watch = Stopwatch(torch.device("cpu"), "trace", trace_after=20, trace_iterations=5)
-weight = torch.zeros(8, 8, requires_grad=True)
-for step in range(1, 40):
-    with watch.stage("simulation"):
-        sum(range(20_000))
-    with watch.stage("backpropagation"):
-        for _ in range(20):
-            (weight @ weight).sum().backward()
-    watch.tick(step)
-json.dump(watch.report(), open("stages.json", "w"))
-"""
-    )
-    subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, check=True, capture_output=True)
-    status, said, _ = read_out(tmp_path / "stages.json")
-    assert status == 0 and "simulation takes" in said and "operators" in said
-    assert "backpropagation takes" in said and "torch.compile the whole function" in (
-        " ".join(said.split())
-    )
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", "{}", '{"sps_steady": 1, "stages": 3, "window": {}, "gpu": {}}', None],
-)
-def test_profile_of_something_else_is_one_line(tmp_path, content):
-    path = tmp_path / "stages.json"
-    if content is not None:
-        path.write_text(content)
-    for place in (path, tmp_path):
-        status, said, error = read_out(place)
-        assert status == 1 and said == "" and len(error.splitlines()) == 1
-    made = report()
-    del made["trace"]["stages"]["inference"]["python_s"], made["window"]["seconds"]
-    path.write_text(json.dumps(made))
-    status, said, error = read_out(path)
-    assert status in (0, 1) and "Traceback" not in error
-
-
-def test_profile_without_a_trace_or_stages(tmp_path):
-    _, said, _ = read_out(make_run(tmp_path, 1, config(), report() | {"trace": None}))
-    assert "--stopwatch trace" in said and "backpropagation takes 60% of the time" in said
-    off = report() | {"trace": None, "stages": {}}
-    status, _, error = read_out(make_run(tmp_path, 2, config(), off))
-    assert status == 1 and "the stopwatch was off" in error
 
 
 def test_python_finds_its_own_profile_module():
@@ -571,8 +549,7 @@ def test_python_finds_its_own_profile_module():
 # Overhead
 
 
-def test_bias_is_of_the_corrected_time(monkeypatch, tmp_path):
-    """Instrumented 4% slower, half of which it knows of: 2% are left."""
+def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
     job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", "--total-timesteps", "9"], 9)
     job.command += overhead.TRACED
     length = str(overhead.LENGTH[SCRIPT])
@@ -581,13 +558,13 @@ def test_bias_is_of_the_corrected_time(monkeypatch, tmp_path):
     assert pair["off"][-2:] == ["--stopwatch", "off"] and "--stopwatch" not in pair["on"]
     folder = tmp_path / "runs"
     off = make_run(folder, 1, config(stopwatch="off"), stages(100.0))
-    on = make_run(folder, 2, config(stopwatch="trace"), report(100 / 1.04) | {"overhead_pct": 2})
+    on = make_run(folder, 2, config(stopwatch="trace"), report(100 / 1.04))
     code = "print('run directory: {}')"
     words = {path: [sys.executable, "-c", code.format(path)] for path in (off, on)}
     pair = {"off": words[off], "on": words[on]}
     monkeypatch.setattr(overhead, "commands", lambda job: dict(pair))
     result = overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")
-    assert result["bias"] == pytest.approx(1.04 * 0.98 - 1)
+    assert result["bias"] == pytest.approx(0.04)
     rows = overhead.summarize({(SCRIPT, "baseline"): [result, result | {"bias": -0.01}]})
     assert rows[0]["bias"]["min"] == -0.01 and rows[0]["seeds"] == 2
     assert len({len(line) for line in overhead.cells(rows)}) == 1
@@ -598,16 +575,19 @@ def test_bias_is_of_the_corrected_time(monkeypatch, tmp_path):
         overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")
 
 
-def test_a_call_replaces_the_rows_that_it_measures():
+def test_a_call_replaces_the_rows_that_it_measures(tmp_path):
     def pair(script, bias):
         named = {"script": script, "row": "compile", "command": "old", "bias": bias}
-        times = dict.fromkeys(("off_seconds", "on_seconds", "corrected_seconds"), 1.0)
+        times = dict.fromkeys(("off_seconds", "on_seconds"), 1.0)
         return named | times | {"config": config("compile")}
 
     before = [pair("a", 0.5), pair("b", 0.25)]
     record = overhead.merge(before, {("b", "compile"): [pair("b", 0.125)]}, "new")
     assert [row["bias"]["mean"] for row in record["rows"]] == [0.5, 0.125]
     assert record["commands"] == ["old", "new"]
+    for schema, count in ((1, 0), (2, 2)):  # the first one's bias was of corrected seconds
+        (tmp_path / "o.json").write_text(json.dumps(record | {"schema": schema}))
+        assert len(overhead.former(tmp_path / "o.json")) == count
 
 
 def test_overhead_knows_every_script():

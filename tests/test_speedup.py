@@ -1,6 +1,5 @@
 """The speed-up table: what it reads, skips, keeps and runs, with stand-ins for the scripts."""
 
-import csv
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ import pytest
 import run_dirs
 import speedup
 from conftest import ROOT
-from fake_runs import SCRIPT, config, make_run, stages
+from fake_runs import SCRIPT, config, machine, make_run, stages
 
 
 @pytest.fixture
@@ -55,18 +54,6 @@ def test_table_has_means_ranges_and_speedups(runs, tmp_path, capsys):
     assert (
         f"| {SCRIPT} | compile | 250.0 | 200.0-300.0 | 2.50x | 30.0 | 10.0 | 50.0 | 2 |" in markdown
     )
-
-
-def test_the_csv_says_in_each_line_what_it_was_measured_on(runs, tmp_path):
-    tabulate(tmp_path, runs)
-    with (tmp_path / "out/speedup.csv").open(newline="") as file:
-        lines = {line["row"]: line for line in csv.DictReader(file)}
-    assert list(lines) == list(run_dirs.ROWS)
-    line = lines["compile"]
-    assert (line["sps_mean"], line["sps_max"], line["speedup"]) == ("250.0", "300.0", "2.5")
-    assert (line["cpu"], line["torch"], line["seeds"]) == ("Abacus", "2.13.0", "1 2")
-    assert (line["warmup_s_first"], line["gpu"], line["env_id"]) == ("30.0", "", "HalfCheetah-v5")
-    assert lines["cudagraphs"]["skipped"] == "no CUDA device"
 
 
 def test_rows_without_cuda_are_named_as_skipped(runs, tmp_path, capsys):
@@ -207,7 +194,8 @@ def stand_ins(tmp_path, monkeypatch):
         constants = f"ROW, CONFIGS, STAGES = {row!r}, {configs!r}, {stages(80.0)!r}"
         file.write_text(f"{constants}\ntotal_timesteps: int = 1_000\n{STAND_IN}")
     monkeypatch.setattr(speedup, "ROOT", root)
-    monkeypatch.setattr(speedup, "this_machine", lambda: config())
+    monkeypatch.setattr(speedup, "this_machine", machine)
+    monkeypatch.setattr(run_dirs, "versions", lambda packages: {"torch": "2.13.0"})
     monkeypatch.setattr(speedup, "draw_figures", lambda runs, out: None)
     return root
 
@@ -223,6 +211,8 @@ def test_a_failing_run_is_named_and_the_others_count(stand_ins, tmp_path, capsys
     error = capsys.readouterr().err
     assert f"FAILED: {SCRIPT} compile seed 2" in error and "exit status 3" in error
     assert "what went wrong" in error
+    assert record["machine"]["git_commits"] == ["c0ffee"]  # config.json does not have it
+    assert record["machine"]["load_average_1min"] == {"min": 0.5, "max": 0.5}
     assert len(list((out / "logs").glob(f"{SCRIPT}-compile-seed-2*.log"))) == 1
 
 
@@ -243,13 +233,15 @@ def test_the_full_protocol_goes_on_where_it_stopped(stand_ins, tmp_path, capsys)
     assert speedup.main(call) == 0 and counts()[1] == 3  # still older than the script's new date
 
 
-def test_runs_of_other_machines_and_versions_are_not_kept(stand_ins, tmp_path):
+def test_runs_of_other_machines_and_versions_are_not_kept(stand_ins, tmp_path, monkeypatch):
     call = ["--full", "--seeds", "1", "--only", "*baseline", "--out", str(tmp_path / "out")]
     assert speedup.main(call) == 0
     jobs = speedup.make_jobs([SCRIPT], ["baseline"], 1)
-    assert list(speedup.finished(jobs, config())) == [jobs[0].name]
-    for other in ({"gpu": "H"}, {"versions": {"torch": "2.14"}}, {"cpu": {"model": "X"}}):
-        assert not speedup.finished(jobs, config() | other)
+    assert list(speedup.finished(jobs, machine())) == [jobs[0].name]
+    for other in ({"gpu": "H"}, {"cpu": {"model": "X"}}):
+        assert not speedup.finished(jobs, machine() | other)
+    monkeypatch.setattr(run_dirs, "versions", lambda packages: {"torch": "2.14"})
+    assert not speedup.finished(jobs, machine())
 
 
 def test_only_narrows_and_refuses_what_matches_nothing(stand_ins, tmp_path, capsys):

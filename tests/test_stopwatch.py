@@ -1,7 +1,6 @@
-"""The stopwatch: what it counts, how it reduces a trace, and that all scripts carry it alike."""
+"""The stopwatch: what it counts, and that all scripts carry it alike."""
 
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -13,11 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from leanrl import stopwatch  # noqa: E402
-from leanrl.stopwatch import STAGES, TRACE_PREFIX, Stopwatch, reduce_trace, table  # noqa: E402
+from leanrl.stopwatch import STAGES, Stopwatch, table  # noqa: E402
 
 CPU = torch.device("cpu")
 ALL = (*STAGES, "untracked")
-CPU_PARTS = ("cuda_wait_s", "cuda_launch_s", "backend_s", "python_s", "simulator_s")
 
 
 @pytest.fixture
@@ -279,259 +277,7 @@ def test_cuda_sampling_with_a_fake_cuda(clock, monkeypatch, capsys):
     assert "GPU us" in capsys.readouterr().out
 
 
-# Traces
-
-
-class Event:
-    """What reduce_trace asks of a Kineto event, as torch 2.11 offers it; times in ns."""
-
-    def __init__(self, activity, name, start, end, correlation=0, thread=1):
-        self.activity = activity
-        self.on_gpu = activity in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
-        values = dict(name=name, start_ns=start, duration_ns=end - start)
-        values |= dict(correlation_id=correlation, start_thread_id=thread)
-        values |= dict(is_user_annotation=activity in ("user_annotation", "gpu_user_annotation"))
-        types = torch.autograd.DeviceType
-        values |= dict(device_type=types.CUDA if self.on_gpu else types.CPU)
-        for method, value in values.items():
-            setattr(self, method, lambda value=value: value)
-
-
-class NewEvent(Event):
-    """The same from torch 2.12 on."""
-
-    def activity_type(self):
-        return self.activity
-
-
-def note(stage, start, end):
-    return "user_annotation", TRACE_PREFIX + stage, start, end
-
-
-def op(name, start, end, **more):
-    return ("cpu_op", name, start, end, *more.values())
-
-
-WINDOW = [
-    note("untracked", 0, 1000),
-    note("simulation", 100, 300),
-    note("backpropagation", 400, 800),
-]
-EVERYTHING = [
-    *WINDOW,
-    ("gpu_user_annotation", TRACE_PREFIX + "backpropagation", 500, 990),
-    ("user_annotation", "Optimizer.step#Adam.step", 600, 700),
-    ("cpu_op", "aten::mm", 410, 500, 7),  # operator ids 7 and 8 collide with API ids
-    ("cpu_op", "aten::empty", 420, 440, 8),
-    ("cuda_runtime", "cudaLaunchKernel", 450, 470, 7),
-    ("cuda_runtime", "cudaGraphLaunch", 510, 530, 8),
-    ("cuda_driver", "cuLaunchKernelEx", 540, 550, 9),
-    ("overhead", "Activity Buffer Request", 455, 465),
-    ("cuda_runtime", "cudaMemcpyAsync", 560, 590, 10),
-    ("cuda_runtime", "cudaStreamSynchronize", 700, 790, 11),
-    ("kernel", "gemm", 480, 560, 7),
-    ("kernel", "graph_a", 540, 600, 8),
-    ("kernel", "graph_b", 580, 620, 8),
-    ("kernel", "graph_c", 580, 620, 8),
-    ("kernel", "triton", 640, 650, 9),
-    ("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 660, 680, 10),
-    ("gpu_memset", "Memset (Device)", 820, 840, 7),
-]
-
-
-def reduced(events, kind=NewEvent, iterations=2, env_steps=4, untraced=1e-7):
-    return reduce_trace([kind(*event) for event in events], iterations, env_steps, untraced)
-
-
-def ns(trace, stage, field):
-    return pytest.approx(trace["stages"][stage][field] * 1e9, abs=1e-3)
-
-
-@pytest.mark.parametrize("kind", [Event, NewEvent])
-def test_a_trace_of_everything(kind):
-    trace = reduced(EVERYTHING, kind)
-    update = {
-        f: round(v * 1e9) if f.endswith("_s") else v
-        for f, v in trace["stages"]["backpropagation"].items()
-    }
-    assert update == dict(
-        cuda_wait_s=30 + 90,  # the copy to pageable memory blocks
-        cuda_launch_s=10 + 20 + 10,
-        backend_s=90 - 20,
-        python_s=400 - 10 - 120 - 40 - 70,
-        simulator_s=0,
-        gpu_s=(620 - 480) + 10 + 20 + 20,  # unions; the memset runs after the stage but is its work
-        gpu_overlap_s=140 + 10 + 20,
-        gpu_with_cuda_wait_s=10 + 20,
-        gpu_with_cuda_launch_s=20 + 10,
-        gpu_with_backend_s=20,
-        gpu_with_python_s=10 + 10 + 30 + 20 + 10 + 10,
-        gpu_with_simulator_s=0,
-        backend_calls=1,
-        cuda_api_calls=5,
-        kernel_launches=2,
-        graph_replays=1,
-        kernels=5,
-    )
-    assert 0 == ns(trace, "simulation", "python_s") and 200 == ns(
-        trace, "simulation", "simulator_s"
-    )
-    assert 20 == ns(trace, "untracked", "gpu_overlap_s") and 0 == ns(trace, "untracked", "gpu_s")
-    assert trace["gpu_busy"] == pytest.approx((140 + 10 + 20 + 20) / 1000)
-    assert trace["inflation"] == pytest.approx((1000 - 10) / 2 / 100)
-    assert (trace["iterations"], trace["env_steps"]) == (2, 4)
-
-
-@pytest.mark.parametrize("kind", [Event, NewEvent])
-def test_the_parts_of_every_stage_add_up_to_its_self_time(kind):
-    trace = reduced([*EVERYTHING, ("cpu_op", "aten::add", 250, 450, 1, 2)], kind)
-    own = dict(simulation=200, backpropagation=400 - 10, untracked=400)  # without Kineto's
-    for stage in ALL:
-        total = sum(trace["stages"][stage][part] for part in CPU_PARTS)
-        assert total * 1e9 == pytest.approx(own.get(stage, 0), abs=1e-3), stage
-
-
-def test_the_innermost_stage_owns_the_time_and_the_calls():
-    inner = [note("replay", 500, 600), note("logging", 500, 520), note("inference", 600, 800)]
-    calls = [
-        op("aten::a", 450, 550),
-        op("aten::b", 505, 510, c=0, thread=2),
-        op("aten::c", 610, 620),
-    ]
-    trace = reduced([*WINDOW, *inner, *calls])
-    assert 50 == ns(trace, "backpropagation", "backend_s") and 50 == ns(
-        trace, "backpropagation", "python_s"
-    )
-    assert 20 == ns(trace, "logging", "backend_s") and 0 == ns(trace, "logging", "python_s")
-    assert 30 == ns(trace, "replay", "backend_s") and 50 == ns(trace, "replay", "python_s")
-    assert 190 == ns(trace, "inference", "python_s")
-    calls = {stage: trace["stages"][stage]["backend_calls"] for stage in ALL}
-    assert calls == dict.fromkeys(ALL, 0) | dict(inference=1, backpropagation=1, logging=1)
-
-
-def test_skipping_the_parts_of_operators_changes_nothing():
-    """Random trees of operators on three threads, some of which hold annotations."""
-    rng = random.Random(1)
-    events = [note("untracked", 0, 100_000)]
-    for stage in range(9):
-        events.append(note("inference", 10_000 * stage + 100, 10_000 * stage + 9_000))
-        for thread in (1, 2, 3):
-            spans = [(10_000 * stage + 200, 10_000 * stage + 8_000)]
-            for _ in range(30):
-                begin, end = rng.choice(spans)
-                if end - begin > 20:
-                    inner = sorted(rng.sample(range(begin + 1, end), 2))
-                    spans = [span for span in spans if span != (begin, end)] + [tuple(inner)]
-                    events.append(op(f"aten::{thread}", *inner, c=0, thread=thread))
-        events.append(note("replay", 10_000 * stage + 4_000, 10_000 * stage + 4_500))
-    events.sort(key=lambda event: (event[2], -event[3]))
-    made = [NewEvent(*event) for event in events]
-    whole, without = (reduce_trace(made, 9, 9, 1e-7, on_gpu) for on_gpu in (True, False))
-    assert whole == without and whole["stages"]["inference"]["backend_calls"] > 9
-
-
-def test_only_outermost_operators_count_and_threads_do_not_count_twice():
-    backward = [
-        op("autograd::engine", 500, 700, c=0, thread=9),
-        op("aten::mm", 510, 690, c=0, thread=9),
-    ]
-    forward = [op("aten::linear", 450, 600), op("aten::addmm", 450, 600), op("aten::t", 460, 470)]
-    stage = reduced([*WINDOW, *backward, *forward])["stages"]["backpropagation"]
-    assert stage["backend_calls"] == 2  # linear here and the engine on its own thread
-    assert stage["backend_s"] * 1e9 == pytest.approx(700 - 450)
-
-
-def test_what_starts_outside_every_stage_is_untracked_and_outside_the_window_ignored():
-    strays = [op("aten::a", 320, 350), op("aten::before", -50, 10), op("aten::after", 1000, 1200)]
-    launches = [("cuda_runtime", "cudaLaunchKernel", 900, 910, 3), ("kernel", "k", 920, 930, 3)]
-    early = [("cuda_runtime", "cudaLaunchKernel", -20, -10, 4), ("kernel", "k", -5, 20, 4)]
-    trace = reduced([*WINDOW, *strays, *launches, *early])
-    stray = trace["stages"]["untracked"]
-    assert (stray["backend_calls"], stray["kernel_launches"], stray["kernels"]) == (1, 1, 1)
-    assert 10 == ns(trace, "untracked", "gpu_s")
-    assert trace["gpu_busy"] == pytest.approx((20 + 10) / 1000)
-
-
-def test_overlapping_streams_count_as_a_union():
-    api = [("cuda_runtime", "cudaLaunchKernel", 410 + i, 411 + i, i) for i in range(1, 4)]
-    kernels = [
-        ("kernel", "k", 500, 600, 1),
-        ("kernel", "k", 500, 600, 2),
-        ("kernel", "k", 590, 650, 3),
-    ]
-    trace = reduced([*WINDOW, *api, *kernels])
-    assert 150 == ns(trace, "backpropagation", "gpu_s")
-    assert trace["gpu_busy"] == pytest.approx(0.15)
-    assert trace["stages"]["backpropagation"]["kernels"] == 3
-
-
-@pytest.mark.parametrize("kind", [Event, NewEvent])
-@pytest.mark.parametrize(
-    "name, waits",
-    [
-        ("cudaDeviceSynchronize", True),
-        ("cudaStreamSynchronize", True),
-        ("cudaEventSynchronize", True),
-        ("cuCtxSynchronize", True),
-        ("cudaMemcpy", True),
-        ("cuMemcpyDtoH_v2", True),
-        ("cudaMemcpyAsync", False),
-        ("cuMemcpyDtoHAsync_v2", False),
-        ("cudaLaunchKernel", False),
-        ("cudaStreamWaitEvent", False),
-    ],
-)
-def test_synchronizations_and_blocking_copies_are_waits(kind, name, waits):
-    stage = reduced([*WINDOW, ("cuda_runtime", name, 500, 600, 1)], kind)["stages"][
-        "backpropagation"
-    ]
-    assert stage["cuda_wait_s"] * 1e9 == pytest.approx(100 if waits else 0)
-    assert stage["cuda_launch_s"] * 1e9 == pytest.approx(0 if waits else 100)
-
-
-def test_without_cuda_events_gpu_fields_are_null():
-    trace = reduced([*WINDOW, op("aten::mm", 410, 500)])
-    assert trace["gpu_busy"] is None
-    for stage in trace["stages"].values():
-        for field, value in stage.items():
-            on_gpu = field.startswith(("cuda", "gpu", "kernel", "graph"))
-            assert (value is None) == on_gpu, field
-
-
-def test_a_real_trace_of_a_small_loop(capsys):
-    watch = Stopwatch(CPU, "trace", warmup_steps=4, trace_after=3, trace_iterations=5)
-    weights = torch.randn(32, 32, requires_grad=True)
-    for step in range(1, 41):
-        with watch.stage("simulation"):
-            sum(range(2000))
-        with watch.stage("inference"), torch.no_grad():
-            weights @ weights
-        with watch.stage("backpropagation"):
-            (weights @ weights).sum().backward()
-        torch.ones(1)
-        watch.tick(2 * step)
-        if watch.result:
-            frozen = watch.steady_sps()
-    report = watch.report()
-    trace = report["trace"]
-    assert (trace["iterations"], trace["env_steps"]) == (5, 10)
-    assert report["window"]["iterations"] == 3 and report["sps_steady"] == frozen
-    assert trace["inflation"] > 0 and trace["gpu_busy"] is None
-    stages = trace["stages"]
-    assert stages["inference"]["backend_calls"] == 5
-    assert stages["backpropagation"]["backend_calls"] > 10
-    assert stages["simulation"]["backend_calls"] == 0
-    assert stages["untracked"]["backend_calls"] == 5  # the stages before it were closed
-    assert stages["simulation"]["simulator_s"] > 0 and stages["simulation"]["python_s"] == 0
-    assert stages["backpropagation"]["kernels"] is stages["backpropagation"]["gpu_s"] is None
-    parts = [stage[part] or 0 for stage in stages.values() for part in CPU_PARTS]
-    untraced = report["window"]["seconds"] / report["window"]["iterations"]
-    assert sum(parts) == pytest.approx(trace["inflation"] * untraced * trace["iterations"])
-    json.dumps(report, allow_nan=False)
-    lines = capsys.readouterr().out.splitlines()
-    header = next(line for line in lines if "simulator" in line)
-    assert "operators" in "".join(lines) and max(map(len, lines)) <= 80
-    assert "GPU" not in header and "CUDA" not in "".join(lines)  # not measured, not shown
+# A trace window
 
 
 @pytest.mark.parametrize("iterations", [2, 6])
@@ -547,38 +293,8 @@ def test_a_run_that_ends_before_its_trace_says_so(iterations, capsys):
     assert not torch.autograd._profiler_enabled()  # the interrupted window closed its profiler
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_traced_cuda_graph(capsys):
-    device = torch.device("cuda")
-    weights = torch.randn(256, 256, device=device)
-    result = weights @ weights
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = (weights @ weights).relu()
-    watch = Stopwatch(device, "trace", trace_after=200, trace_iterations=10)
-    for step in range(1, 301):
-        with watch.stage("backpropagation"):
-            graph.replay()
-        with watch.stage("logging"):
-            result[0, 0].item()
-        watch.tick(step)
-    report = watch.report()
-    trace, update = report["trace"], report["trace"]["stages"]["backpropagation"]
-    assert update["graph_replays"] == trace["iterations"] == 10
-    assert update["kernels"] >= update["graph_replays"] and update["gpu_s"] > 0
-    assert 0 < trace["gpu_busy"] <= 1
-    assert trace["stages"]["logging"]["cuda_wait_s"] > 0
-    assert report["stages"]["backpropagation"]["gpu_span_seconds"] > 0
-    assert report["gpu"]["memory_peak_bytes"] > 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-
-
 def test_the_widest_table_fits_80_columns():
     stage = dict(seconds=98765.432, count=10**8, gpu_span_seconds=98765.432)
-    traced = dict.fromkeys(reduced(EVERYTHING)["stages"]["replay"], 0.99)
-    trace = dict(iterations=20, env_steps=1000, inflation=12.3, gpu_busy=0.5)
     report = dict(
         mode="trace", sps_steady=1e7, sps_inclusive=1e7, warmup_seconds=1e5, overhead_pct=0.1
     )
@@ -587,13 +303,11 @@ def test_the_widest_table_fits_80_columns():
         stages=dict.fromkeys(ALL, stage),
         gpu=dict(nvml_util=99.0, sm_util=3.0, memory_peak_bytes=10**11),
     )
-    report |= dict(trace=trace | dict(stages=dict.fromkeys(ALL, traced)))
+    report |= dict(trace=None)
     lines = table(report).splitlines()
     assert max(map(len, lines)) <= 80
     text = "".join(lines)
-    assert all(
-        word in text for word in ("GPU us", "CUDA wait", "replays", "GPU util. %", "GPU busy")
-    )
+    assert all(word in text for word in ("GPU us", "GPU util. %"))
     assert all(" " in line for line in lines)
 
 

@@ -1,0 +1,388 @@
+"""What a trace amounts to, and what is said in words of a run's stages."""
+
+import json
+import random
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+import traces
+from conftest import ROOT
+from fake_runs import config, event, make_run, report, trace_events, write_trace
+from torch.profiler import record_function
+from traces import CPU_LAYERS, FIELDS, reduce_trace
+
+profile = runpy.run_path(str(ROOT / "plots/profile.py"))  # imported it would be Python's own
+
+
+def note(stage, start, end):
+    return "user_annotation", traces.PREFIX + stage, start, end
+
+
+def op(start, end, thread=1):
+    return "cpu_op", "aten::mm", start, end, 0, thread
+
+
+WINDOW = [
+    note("untracked", 0, 1000),
+    note("simulation", 100, 300),
+    note("backpropagation", 400, 800),
+]
+EVERYTHING = [
+    *WINDOW,
+    ("gpu_user_annotation", traces.PREFIX + "backpropagation", 500, 990),
+    ("user_annotation", "Optimizer.step#Adam.step", 600, 700),
+    ("cpu_op", "aten::mm", 410, 500, 7),  # operator ids 7 and 8 collide with API ids
+    ("cpu_op", "aten::empty", 420, 440, 8),
+    ("cuda_runtime", "cudaLaunchKernel", 450, 470, 7),
+    ("cuda_runtime", "cudaGraphLaunch", 510, 530, 8),
+    ("cuda_driver", "cuLaunchKernelEx", 540, 550, 9),
+    ("overhead", "Activity Buffer Request", 455, 465),
+    ("cuda_runtime", "cudaMemcpyAsync", 560, 590, 10),
+    ("cuda_runtime", "cudaStreamSynchronize", 700, 790, 11),
+    ("kernel", "gemm", 480, 560, 7),
+    ("kernel", "graph_a", 540, 600, 8),
+    ("kernel", "graph_b", 580, 620, 8),
+    ("kernel", "graph_c", 580, 620, 8),
+    ("kernel", "triton", 640, 650, 9),
+    ("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 660, 680, 10),
+    ("gpu_memset", "Memset (Device)", 820, 840, 7),
+    ("Trace", "PyTorch Profiler (0)", -100, 2000),
+    ("python_function", "train.py(1): main", 0, 1000),
+]
+
+
+def reduced(events, iterations=2, env_steps=4, untraced=1e-7):
+    made = [event(*e) for e in events]
+    made.append({"ph": "M", "name": "process_name", "ts": 0.0, "pid": 1, "args": {"name": "x"}})
+    made.append({"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 7, "pid": 0, "tid": 7, "ts": 0.5})
+    random.Random(0).shuffle(made)  # a file has them in no order
+    return reduce_trace(made, iterations, env_steps, untraced)
+
+
+def rounded(trace, stage):
+    """A stage's fields, its seconds in whole ns."""
+    fields = trace["stages"].get(stage, dict.fromkeys(FIELDS, 0))
+    return {f: v and round(v * 1e9) if f.endswith("_s") else v for f, v in fields.items()}
+
+
+# Reducing a trace
+
+
+def test_a_trace_of_everything():
+    trace = reduced(EVERYTHING)
+    assert rounded(trace, "backpropagation") == dict(
+        cuda_wait_s=30 + 90,  # the copy to pageable memory blocks
+        cuda_launch_s=10 + 20 + 10,
+        backend_s=90 - 20,
+        python_s=400 - 10 - 120 - 40 - 70,
+        simulator_s=0,
+        gpu_s=(620 - 480) + 10 + 20 + 20,  # unions; the memset runs after the stage but is its work
+        gpu_overlap_s=140 + 10 + 20,
+        gpu_with_cuda_wait_s=10 + 20,
+        gpu_with_cuda_launch_s=20 + 10,
+        gpu_with_backend_s=20,
+        gpu_with_python_s=10 + 10 + 30 + 20 + 10 + 10,
+        gpu_with_simulator_s=0,
+        backend_calls=1,
+        cuda_api_calls=5,
+        kernel_launches=2,
+        graph_replays=1,
+        kernels=5,
+    )
+    simulation, untracked = rounded(trace, "simulation"), rounded(trace, "untracked")
+    assert (simulation["python_s"], simulation["simulator_s"]) == (0, 200)
+    assert (untracked["gpu_overlap_s"], untracked["gpu_s"]) == (20, 0)
+    assert trace["gpu_busy"] == pytest.approx((140 + 10 + 20 + 20) / 1000)
+    assert trace["inflation"] == pytest.approx((1000 - 10) / 2 / 100)
+    assert (trace["iterations"], trace["env_steps"]) == (2, 4)
+    assert set(trace["stages"]) == {"simulation", "backpropagation", "untracked"}
+
+
+def test_the_parts_of_every_stage_add_up_to_its_self_time():
+    trace = reduced([*EVERYTHING, op(250, 450, thread=2)])
+    own = dict(simulation=200, backpropagation=400 - 10, untracked=400)  # without Kineto's
+    sums = {stage: sum(rounded(trace, stage)[f] for f in CPU_LAYERS) for stage in own}
+    assert sums == own
+
+
+def test_the_innermost_stage_owns_the_time_and_the_calls():
+    inner = [note("replay", 500, 600), note("logging", 500, 520), note("inference", 600, 800)]
+    trace = reduced([*WINDOW, *inner, op(450, 550), op(505, 510, thread=2), op(610, 620)])
+    fields = {stage: rounded(trace, stage) for stage in trace["stages"]}
+    cells = {stage: (each["backend_s"], each["python_s"]) for stage, each in fields.items()}
+    assert cells["backpropagation"] == (50, 50) and cells["logging"] == (20, 0)
+    assert cells["replay"] == (30, 50) and cells["inference"] == (10, 190)
+    calls = {stage: fields["backend_calls"] for stage, fields in trace["stages"].items()}
+    others = dict.fromkeys(("untracked", "simulation", "replay"), 0)
+    assert calls == others | dict(inference=1, backpropagation=1, logging=1)
+
+
+def test_random_operators_against_a_look_at_every_nanosecond():
+    """Trees of operators on three threads, some of which hold annotations."""
+    rng, events, covered, calls = random.Random(1), [], set(), 0
+    for begin in range(0, 20_000, 5_000):
+        events.append(note("inference", begin + 100, begin + 4_500))
+        events.append(note("replay", begin + 2_000, begin + 2_300))
+        for thread in (1, 2, 3):
+            spans = [(begin + 200, begin + 4_000)]
+            for depth in range(20):
+                start, end = rng.choice(spans)
+                if end - start > 20:
+                    inner = tuple(sorted(rng.sample(range(start + 1, end), 2)))
+                    if depth == 0:  # all others are inside of this one
+                        spans, calls = [], calls + (not 2_000 <= inner[0] - begin < 2_300)
+                        covered |= set(range(*inner))
+                    spans.append(inner)
+                    events.append(op(*inner, thread=thread))
+    trace = reduced([note("untracked", 0, 20_000), *events])
+    replay = {at for at in range(20_000) if 2_000 <= at % 5_000 < 2_300}
+    assert rounded(trace, "inference")["backend_s"] == len(covered - replay)
+    assert rounded(trace, "replay")["backend_s"] == len(covered & replay)
+    assert rounded(trace, "inference")["backend_calls"] == calls
+
+
+def test_only_outermost_operators_count_and_threads_do_not_count_twice():
+    backward = [op(500, 700, thread=9), op(510, 690, thread=9)]
+    forward = [op(450, 600), op(450, 600), op(460, 470)]
+    stage = rounded(reduced([*WINDOW, *backward, *forward]), "backpropagation")
+    assert stage["backend_calls"] == 2  # one here and the engine on its own thread
+    assert stage["backend_s"] == 700 - 450
+
+
+def test_kernels_that_a_backward_thread_launches_belong_to_the_stage():
+    launch = ("cuda_runtime", "cudaLaunchKernel", 520, 530, 3, 9)
+    trace = reduced([*WINDOW, op(500, 700, thread=9), launch, ("kernel", "k", 810, 860, 3)])
+    stage = rounded(trace, "backpropagation")
+    assert (stage["kernel_launches"], stage["kernels"], stage["gpu_s"]) == (1, 1, 50)
+    assert (stage["gpu_overlap_s"], rounded(trace, "untracked")["gpu_overlap_s"]) == (0, 50)
+
+
+def test_what_starts_outside_every_stage_is_untracked_and_outside_the_window_ignored():
+    strays = [op(320, 350), op(-50, 10), op(1000, 1200)]
+    launches = [("cuda_runtime", "cudaLaunchKernel", 900, 910, 3), ("kernel", "k", 920, 930, 3)]
+    early = [("cuda_runtime", "cudaLaunchKernel", -20, -10, 4), ("kernel", "k", -5, 20, 4)]
+    early += [note("simulation", -90, -30), op(-80, -70), note("replay", 1010, 1020)]
+    trace = reduced([*WINDOW, *strays, *launches, *early])
+    stray = rounded(trace, "untracked")
+    assert (stray["backend_calls"], stray["kernel_launches"], stray["kernels"]) == (1, 1, 1)
+    assert stray["gpu_s"] == 10
+    assert trace["gpu_busy"] == pytest.approx((20 + 10) / 1000)
+
+
+def test_overlapping_streams_count_as_a_union():
+    api = [("cuda_runtime", "cudaLaunchKernel", 410 + i, 411 + i, i) for i in range(1, 4)]
+    kernels = [("kernel", "k", *times) for times in ((500, 600, 1), (500, 600, 2), (590, 650, 3))]
+    trace = reduced([*WINDOW, *api, *kernels])
+    stage = rounded(trace, "backpropagation")
+    assert (stage["gpu_s"], stage["kernels"]) == (150, 3)
+    assert trace["gpu_busy"] == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize("category", ["cuda_runtime", "cuda_driver"])
+@pytest.mark.parametrize(
+    "name, waits",
+    [
+        ("cudaDeviceSynchronize", True),
+        ("cudaStreamSynchronize", True),
+        ("cudaEventSynchronize", True),
+        ("cuCtxSynchronize", True),
+        ("cudaMemcpy", True),
+        ("cuMemcpyDtoH_v2", True),
+        ("cudaMemcpyAsync", False),
+        ("cuMemcpyDtoHAsync_v2", False),
+        ("cudaLaunchKernel", False),
+        ("cudaStreamWaitEvent", False),
+    ],
+)
+def test_synchronizations_and_blocking_copies_are_waits(category, name, waits):
+    stage = rounded(reduced([*WINDOW, (category, name, 500, 600, 1)]), "backpropagation")
+    assert (stage["cuda_wait_s"], stage["cuda_launch_s"]) == ((100, 0) if waits else (0, 100))
+
+
+def test_without_cuda_events_gpu_fields_are_null():
+    trace = reduced([*WINDOW, op(410, 500)])
+    assert trace["gpu_busy"] is None
+    for stage in trace["stages"].values():
+        for field, value in stage.items():
+            on_gpu = field.startswith(("cuda", "gpu", "kernel", "graph"))
+            assert (value is None) == on_gpu, field
+
+
+def test_stages_that_rounding_lets_overlap_stay_apart():
+    """The times of a long-running machine have more digits than a float."""
+    trace = reduced([note("untracked", 0, 1000), note("a", 0, 501), note("b", 500, 1000)])
+    assert rounded(trace, "b")["python_s"] == pytest.approx(500, abs=1)
+    assert rounded(trace, "a")["python_s"] == pytest.approx(500, abs=1)
+
+
+def test_a_file_that_is_no_trace(tmp_path):
+    path = tmp_path / "trace.json.gz"
+    with pytest.raises(ValueError, match="has no trace.json.gz"):
+        traces.read_events(path)
+    write_trace(path, trace_events())
+    whole = path.read_bytes()
+    for content in (whole[:-20], whole[: len(whole) // 2], b"", b"{}", whole[:20] + b"x" * 50):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is damaged"):
+            traces.read_events(path)
+    with pytest.raises(ValueError, match="without annotations"):
+        reduced([op(0, 10)])
+
+
+# Real traces
+
+
+def traced_loop(path, work, iterations):
+    """The reduced trace of `work`, which opens stages, run under the profiler."""
+    with torch.profiler.profile() as profiler:
+        work()
+        with record_function("stopwatch:untracked"):
+            for _ in range(iterations):
+                work()
+    profiler.export_chrome_trace(str(path))
+    return reduce_trace(traces.read_events(path), iterations, 2 * iterations, 1e-3)
+
+
+def cpu_work():
+    weights = torch.tensor([[0.5]], requires_grad=True)
+    with record_function("stopwatch:simulation"):
+        sum(range(2000))
+    with record_function("stopwatch:inference"), torch.no_grad():
+        weights @ weights
+    with record_function("stopwatch:backpropagation"):
+        (weights @ weights).sum().backward()
+
+
+def test_a_real_trace_of_a_small_loop(tmp_path):
+    trace = traced_loop(tmp_path / "trace.json.gz", cpu_work, 5)
+    stages = trace["stages"]
+    assert trace["inflation"] > 0 and trace["gpu_busy"] is None
+    assert stages["inference"]["backend_calls"] == 5
+    assert stages["backpropagation"]["backend_calls"] > 10
+    assert stages["simulation"]["backend_calls"] == 0
+    assert stages["untracked"]["backend_calls"] >= 5  # torch.tensor
+    assert stages["simulation"]["simulator_s"] > 0 and stages["simulation"]["python_s"] == 0
+    assert stages["backpropagation"]["kernels"] is stages["backpropagation"]["gpu_s"] is None
+    parts = [stage[part] or 0 for stage in stages.values() for part in CPU_LAYERS]
+    assert sum(parts) == pytest.approx(trace["inflation"] * 1e-3 * 5)
+    json.dumps(trace, allow_nan=False)
+    status, said, _ = read_out(tmp_path / "trace.json.gz", "--steps", "5")  # as a file alone
+    table = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.strip()}
+    assert status == 0 and table["inference"][-1] == "1" and "steps/s" not in said
+    assert float(table["total"][-1]) == sum(s["backend_calls"] for s in stages.values()) / 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_traced_cuda_graph(tmp_path):
+    weights = torch.randn(256, 256, device="cuda")
+    result = weights @ weights
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = (weights @ weights).relu()
+
+    def work():
+        with record_function("stopwatch:backpropagation"):
+            graph.replay()
+        with record_function("stopwatch:logging"):
+            result[0, 0].item()
+
+    trace = traced_loop(tmp_path / "trace.json.gz", work, 10)
+    update = trace["stages"]["backpropagation"]
+    assert update["graph_replays"] == trace["iterations"] == 10
+    assert update["kernels"] >= update["graph_replays"] and update["gpu_s"] > 0
+    assert 0 < trace["gpu_busy"] <= 1
+    assert trace["stages"]["logging"]["cuda_wait_s"] > 0
+
+
+# In words
+
+
+def read_out(path, *flags):
+    done = subprocess.run(
+        [sys.executable, "plots/profile.py", path, *flags], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_profile_reads_a_run_out(tmp_path):
+    status, said, _ = read_out(make_run(tmp_path, 1, config(), report()))
+    assert status == 0
+    assert max(map(len, said.splitlines()[1:])) <= 100
+    table = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.strip()}
+    assert table["backpropagation"][:4] == ["0", "20,000", "40,000", "60,000"]
+    assert table["total"][:5] == ["10,000", "45,000", "45,000", "100,000", "100%"]
+    assert "1. backpropagation computes on the CPU 40% of the time" in said
+    assert "1.67x at most" in said  # Amdahl's law for 40%
+    assert "simulation takes 10% of the time" in said and "GPU:" not in said
+
+
+def test_short_operators_are_called_overhead(tmp_path):
+    path = make_run(tmp_path, 1, config(), report(), trace_events(operators=40_000))
+    _, said, _ = read_out(path)
+    assert "backpropagation takes 60% of the time for 4,000 operators per step of 10 us each" in (
+        " ".join(said.split())
+    )
+    assert "torch.compile" in said
+
+
+def test_profile_on_a_gpu_names_synchronizations_and_what_the_gpu_waits_for(tmp_path):
+    path = make_run(tmp_path, 1, config(gpu="H"), report(gpu=True))
+    status, said, _ = read_out(path, "--top", "9")
+    said = " ".join(said.split())
+    assert status == 0 and "backpropagation waits for the GPU 30% of the time" in said
+    assert "380 launches" not in said and "38 launches and 1 replays per step" in said
+    assert "CUDA graph" in said and ".item()" in said
+    assert "the GPU works 33% of the time; the rest it waits, mostly for" in said
+
+
+def test_profile_of_a_script_of_your_own(tmp_path):
+    """No config.json, no TensorBoard: stages.json and the trace that it names are enough."""
+    weight = torch.zeros(8, 8, requires_grad=True)
+
+    def work():
+        with record_function("stopwatch:simulation"):
+            sum(range(20_000))
+        with record_function("stopwatch:backpropagation"):
+            for _ in range(20):
+                (weight @ weight).sum().backward()
+
+    traced_loop(tmp_path / "mine.json.gz", work, 5)
+    made = report()
+    made["stages"] = {name: made["stages"][name] for name in ("simulation", "backpropagation")}
+    made["trace"] = {"file": "mine.json.gz", "iterations": 5, "env_steps": 5}
+    (tmp_path / "stages.json").write_text(json.dumps(made))
+    status, said, _ = read_out(tmp_path / "stages.json")
+    assert status == 0 and "simulation takes" in said and "operators" in said
+    assert "backpropagation" in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", '{"sps_steady": 1, "stages": 3, "window": {}, "gpu": {}}', None],
+)
+def test_profile_of_something_else_is_one_line(tmp_path, content):
+    path = tmp_path / "stages.json"
+    if content is not None:
+        path.write_text(content)
+    for place in (path, tmp_path):
+        status, said, error = read_out(place)
+        assert status == 1 and said == "" and len(error.splitlines()) == 1
+    made = report()
+    path.write_text(json.dumps(made))
+    assert read_out(path)[::2] == (1, f"{path} has no trace.json.gz\n")
+    del made["window"]["seconds"]
+    path.write_text(json.dumps(made))
+    assert read_out(path)[::2] == (1, f"{path} is no report of the stopwatch\n")
+
+
+def test_profile_without_a_trace_or_stages(tmp_path):
+    _, said, _ = read_out(make_run(tmp_path, 1, config(), report() | {"trace": None}))
+    assert "--stopwatch trace" in said and "backpropagation takes 60% of the time" in said
+    off = report() | {"trace": None, "stages": {}}
+    status, _, error = read_out(make_run(tmp_path, 2, config(), off))
+    assert status == 1 and "the stopwatch was off" in error
