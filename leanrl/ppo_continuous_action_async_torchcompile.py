@@ -141,368 +141,142 @@ class Args:
 
 
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import re  # noqa: E402, F811
-import time  # noqa: E402, F811
-from collections import Counter, namedtuple  # noqa: E402, F811
+import json  # noqa: E402, F811
+import sys  # noqa: E402, F811
 from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from itertools import pairwise  # noqa: E402, F811
+from time import perf_counter  # noqa: E402, F811
 
 import torch  # noqa: E402, F811
 
-STAGES = (
-    "simulation",
-    "inference",
-    "replay",
-    "backpropagation",
-    "logging",
-    "checkpoint",
-    "evaluation",  # stays out of the steady window and of the warm-up
-)
-GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
-TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
-# CPU time goes to the first of these fields that a moment belongs to
-CPU_FIELDS = ("cuda_wait_s", "cuda_launch_s", "backend_s", "python_s", "simulator_s")
-CALL_FIELDS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
-OVERLAP_FIELDS = tuple("gpu_with_" + field for field in CPU_FIELDS)
-TRACE_FIELDS = (*CPU_FIELDS, "gpu_s", "gpu_overlap_s", *OVERLAP_FIELDS, *CALL_FIELDS)
-
 
 class Stage:
-    """Self-time (seconds) and entries of one stage, kept by `with watch.stage(name): ...`."""
+    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
 
-    __slots__ = ("watch", "name", "seconds", "count", "begin", "parent")
-
-    def __init__(self, watch, name):
-        self.watch, self.name, self.parent = watch, name, None
-        self.seconds, self.count = 0.0, 0
+    def __init__(self, watch):
+        self.watch, self.seconds, self.count = watch, 0.0, 0
 
     def __enter__(self):
-        watch = self.watch
-        if self.parent is not None:
-            raise RuntimeError(f"stage {self.name!r} is open already")
-        begin = watch.clock()  # the last call, so that Ctrl-C cannot leave the rest half done
-        self.begin, self.parent, watch.current = begin, watch.current, self
+        watch, now = self.watch, perf_counter()
+        watch.open[-1].seconds += now - watch.since
+        watch.since = now
+        watch.open.append(self)
 
     def __exit__(self, kind, value, traceback):
-        watch, parent = self.watch, self.parent
-        watch.current, self.parent = parent, None  # first, so that Ctrl-C cannot prevent it
-        spent = watch.clock() - self.begin
-        self.seconds += spent
-        parent.seconds -= spent
+        watch, now = self.watch, perf_counter()
+        watch.open.pop().seconds += now - watch.since
+        watch.since = now
         self.count += 1
 
 
 class Stopwatch:
     """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
 
-    __slots__ = ("clock", "contexts", "current", "around", "__dict__")  # slots: looked up faster
-
     def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        if mode not in ("off", "time", "trace"):
-            raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
-        self.device, self.mode, self.clock = device, mode, time.perf_counter
-        self.on_gpu = device.type == "cuda"
-        self.sampling = self.on_gpu and mode != "off"
-        self.synchronize = (lambda: torch.cuda.synchronize(device)) if self.on_gpu else lambda: None
-        self.stages = self.contexts = {name: Stage(self, name) for name in (*STAGES, "untracked")}
-        self.untracked = self.current = self.stages["untracked"]
-        self.own = Stage(self, "stopwatch")  # what samples cost, kept out of the other stages
-        self.evaluation = self.stages["evaluation"]
-        self.around = None  # on a sampled or traced iteration: what to put around each stage
-        self.cost = self._calibrate()
-        if mode == "off":
-            self.stages, self.contexts = {}, dict.fromkeys(STAGES, nullcontext())
-            self.contexts["evaluation"] = self.evaluation
-        self.env_steps, self.steady, self.result, self.trace = 0, False, None, None
+        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
+        self._begin_window()
         self.course = self._course(warmup_steps, trace_after, trace_iterations)
-        self._open_window()
-        self.born = self.start
-
-    def stage(self, name):
-        """The context manager of one of STAGES; KeyError for any other name."""
-        stage = self.contexts[name]
-        return self.around(stage) if self.around else stage
 
     def tick(self, env_steps):
-        """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
-        self.env_steps, self.ticked = env_steps, self.clock() - self.evaluation.seconds
-        self.iterations += 1
+        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
+        with self.untracked:  # an entry is an iteration
+            self.env_steps = env_steps
         next(self.course, None)
 
-    def steady_sps(self):
-        """Environment steps per second of the steady window so far; None before it has any."""
-        if self.result:
-            return self.result["sps_steady"]
-        steps = self.env_steps - self.first_step
-        return steps / (self.ticked - self.start) if self.steady and steps else None
+    def speed(self, env_steps):
+        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
+        now = perf_counter()
+        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
+        return env_steps / (now - self.born), self.warmup_seconds and steady
 
-    def inclusive_sps(self):
-        """All environment steps / all seconds since construction."""
-        return self.env_steps / (self.clock() - self.born)
-
-    def report(self):
-        """Print the table; return the dict of stages.json (SI units, None where not measured)."""
-        self.course.close()  # gives up a trace window that is still open
-        self.result = self.result or self._close_window()
-        run = {"wall_seconds": self.clock() - self.born, "sps_inclusive": self.inclusive_sps()}
-        report = {"schema": 1, "mode": self.mode, **run, **self.result, "trace": self.trace}
-        print(table(report))
+    def report(self, path):
+        """Writes the report to `path` and a trace beside it, then prints a table -> the report."""
+        self.course.close()  # gives up a trace that is not complete
+        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": self.trace}
+        report["wall_seconds"] = perf_counter() - self.born
+        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
+        if self.trace:
+            self.trace["file"] = path.name.replace("stages", "trace") + ".gz"
+            self.profiler.export_chrome_trace(str(path.with_name(self.trace["file"])))
+        path.write_text(json.dumps(report, indent=2))
+        steps = max(report["window"]["env_steps"], 1) / 1e6
+        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
+        for name, stage in report["stages"].items():
+            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
+            gpu = "" if span is None else f"{span / steps:14,.1f}"
+            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
+        numbers = (report | report["gpu"]).items()
+        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
+        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
         return report
 
     def _course(self, warmup_steps, trace_after, trace_iterations):
-        """The course of a run, one `yield` per tick."""
+        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
         while self.env_steps < warmup_steps:
             yield
-        self.steady = True
-        self._open_window()
-        while self.mode != "trace" or self.iterations < trace_after:
-            due = self.iterations % GPU_SAMPLE_EVERY == 0 and len(self.spans) < 10_000
-            self.around = self._between_events if due and self.sampling else None
+        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
+        self._begin_window()
+        while self.mode != "trace" or self.untracked.count < trace_after:
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
-            if self.around:
-                self.samples += 1
-                if self.ticked - self.asked > 1:  # NVML takes its time
-                    self.asked = self.ticked
-                    with self.own, suppress(Exception):  # nvidia-ml-py is optional
-                        percent = torch.cuda.utilization(self.device)
-                        self.nvml.append((round(self.ticked - self.born, 1), percent))
-        self.result = self._close_window()
-        with torch.profiler.profile() as profiler:
-            yield  # this iteration pays for the profiler's buffers and does not count
-            self.synchronize()
-            first_step, self.around = self.env_steps, self._annotated
-            with torch.profiler.record_function(TRACE_PREFIX + "untracked"):
+            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
+                self.asked = perf_counter()
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
+        self.result, self.stage = self._end_window(), self.contexts.__getitem__
+        with torch.profiler.profile() as self.profiler:
+            yield  # an iteration that pays for the profiler's buffers
+            first_step, self.stage = self.env_steps, self._annotated
+            with torch.profiler.record_function("stopwatch:untracked"):
                 for _ in range(trace_iterations):
                     yield
                 self.synchronize()
-            self.around = None
-        events, steps = profiler.profiler.kineto_results.events(), self.env_steps - first_step
-        untraced = self.result["window"]["seconds"] / trace_after
-        self.trace = reduce_trace(events, trace_iterations, steps, untraced, self.on_gpu)
+        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
 
-    def _open_window(self):
-        """Count anew: at construction and at the end of the warm-up."""
-        self.evaluated = self.evaluation.seconds  # in the warm-up
-        for stage in (*self.stages.values(), self.own, self.evaluation):
-            stage.seconds, stage.count = 0.0, 0
-        self.samples, self.spans, self.nvml = 0, [], []
-        self.first_step, self.iterations = self.env_steps, 0
-        self.gpm = gpm(self.device) if self.sampling else None
+    def _begin_window(self):
+        """Counts anew: at construction and at the end of the warm-up."""
+        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
+        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
+        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
+        self.contexts, self.open = dict(self.stages), [self.untracked]
+        if self.mode == "off":  # but for the evaluation, which is never part of a window
+            self.contexts |= dict.fromkeys(names, nullcontext())
+        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
+        self.first_step, self.spans, self.nvml = self.env_steps, [], []
         self.synchronize()
-        self.start = self.ticked = self.asked = self.clock()
+        self.start = self.since = self.asked = perf_counter()
 
-    def _close_window(self):
-        """What report() tells of the steady window or, if the warm-up did not end, of the run."""
-        begin, self.around = self.clock(), None
+    def _end_window(self):
+        """What the steady window or, if the warm-up did not end, the whole run has to say."""
         self.synchronize()  # GPU work still queued belongs to the window
-        self.ticked += self.clock() - begin
-        seconds, (inside, outside) = self.ticked - self.start, self.cost
-        self.untracked.count = self.iterations  # as if a tick cost what a stage does: a bit less
-        calls = sum(stage.count for stage in self.stages.values())
-        # the stages have subtracted theirs
-        self.untracked.seconds += seconds + self.evaluation.seconds - calls * outside
-        overhead = self.own.seconds + calls * (inside + outside)
-        spans, stages = Counter(), {}
-        for name, first, last in self.spans:
-            spans[name] += first.elapsed_time(last) / 1e3 * self.iterations / max(self.samples, 1)
-        for name, stage in self.stages.items():
-            own, span = max(0.0, stage.seconds - stage.count * inside), spans.get(name)
-            stages[name] = {"seconds": own, "count": stage.count, "gpu_span_seconds": span}
-        window = {"steady": self.steady, "seconds": seconds, "iterations": self.iterations}
-        percents, thin = [percent for _, percent in self.nvml], 1 + len(self.nvml) // 1000
-        gpu = {"nvml_util": sum(percents) / len(percents) if percents else None}
-        gpu["nvml_samples"] = self.nvml[::thin] or None
-        gpu["sm_util"] = gpm(self.device, self.gpm) if self.gpm else None
-        peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
-        return {
-            "sps_steady": self.steady_sps(),
-            "warmup_seconds": self.start - self.born - self.evaluated if self.steady else None,
-            "overhead_pct": 100 * overhead / seconds if seconds else None,
-            "window": window | {"env_steps": self.env_steps - self.first_step},
-            "stages": stages,
-            "gpu": gpu | {"memory_peak_bytes": peak},
-        }
+        steady, stages = self.speed(self.env_steps)[1], {}
+        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
+        window["iterations"] = self.untracked.count
+        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
+        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
+        for name, stage in self.stages.items() if self.mode != "off" else ():
+            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
+            span = sum(spans) / len(spans) * stage.count if spans else None
+            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
+        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
+        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
+        return run | {"window": window, "stages": stages, "gpu": gpu}
 
     @contextmanager
-    def _between_events(self, stage):
-        with self.own:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-        with stage:
+    def _between_events(self, name):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        with self.contexts[name]:
             yield
-        with self.own:
-            last.record()
-            self.spans.append((stage.name, first, last))
+        last.record()
+        self.spans.append((name, first, last))
 
     @contextmanager
-    def _annotated(self, stage):
-        with torch.profiler.record_function(TRACE_PREFIX + stage.name), stage:
+    def _annotated(self, name):
+        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
             yield
-
-    def _calibrate(self):
-        """Seconds that an empty stage adds to itself and to its parent, the least of 5 trials."""
-        stage, trials = self.stages["simulation"], []
-        for _ in range(5):
-            stage.seconds, begin = 0.0, self.clock()
-            for _ in range(1000):
-                with self.stage("simulation"):
-                    pass
-            trials.append((self.clock() - begin, stage.seconds))
-        both, inside = min(trials)
-        return inside / 1000, (both - inside) / 1000
-
-
-def gpm(device, first=None):
-    """A sample of NVML's GPU performance monitor; after a `first`, percent of busy SMs since."""
-    with suppress(Exception):  # needs Hopper or newer, and nvidia-ml-py, which is optional
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        alloc = nvml.nvmlGpmSampleAlloc()
-        sample = nvml.nvmlGpmSampleGet(nvml.nvmlDeviceGetHandleByUUID(gpu), alloc)
-        if first is None:
-            return sample
-        query = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, first, sample)
-        query.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
-        return nvml.nvmlGpmMetricsGet(query).metrics[0].value
-
-
-def layer(event):
-    """The seconds in TRACE_FIELDS that a Kineto event adds to, or "stage", "overhead" or None."""
-    name, on_cpu = event.name(), event.device_type() == torch.autograd.DeviceType.CPU
-    if event.is_user_annotation():
-        return "stage" if on_cpu and name.startswith(TRACE_PREFIX) else None
-    known = event.activity_type() if hasattr(event, "activity_type") else None  # since torch 2.12
-    names = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
-    if known == "overhead" or name in names:
-        return "overhead"
-    if on_cpu and re.match("cu(da)?[A-Z]", name):
-        waits = re.search("Synchronize|Memcpy(?!.*Async)", name)
-        return "cuda_wait_s" if waits else "cuda_launch_s"
-    return "backend_s" if on_cpu else "gpu_s"
-
-
-def reduce_trace(events, iterations, env_steps, untraced_seconds, on_gpu=True):
-    """Kineto events of a trace window -> "trace" of stages.json; `untraced_seconds` per iteration.
-
-    One sweep over time: the innermost stage, by its annotation, owns the moment and the calls that
-    start in it, on whatever thread. The annotation "untracked" is the window.
-    """
-    Call = namedtuple("Call", "layer name id thread")
-    edges, known, operators, pageable = [], {}, {}, set()
-    if on_gpu:
-        pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
-    for e in events:
-        start, thread = e.start_ns(), e.start_thread_id()
-        end, (begin, until) = start + max(1, e.duration_ns()), operators.get(thread, (0, 0))
-        inside, annotation = begin <= start and end <= until, e.is_user_annotation()
-        if inside and not on_gpu and not annotation:
-            continue  # a part of an operator changes nothing, and most events are that
-        name = e.name()
-        signs = name, annotation, e.device_type()
-        kind = known[signs] if signs in known else known.setdefault(signs, layer(e))
-        if kind == "backend_s":
-            if inside:
-                continue
-            operators[thread] = start, end
-        if kind == "cuda_launch_s" and e.correlation_id() in pageable:
-            kind = "cuda_wait_s"  # such a copy blocks
-        call = Call(kind, name, e.correlation_id(), thread)
-        if kind:
-            edges += (start, 1, -end, call), (end, 0, 0, call)  # sorts ends first, then parents
-
-    stages = {name: Counter() for name in (*STAGES, "untracked", None)}  # None: out of the window
-    stack, running, launcher, kernels = [None], [], {}, []
-    for (at, opens, _, call), (until, *_) in pairwise(sorted(edges)):
-        if call.layer == "stage":
-            stack.append(call.name[len(TRACE_PREFIX) :]) if opens else stack.pop()
-        elif not opens:
-            running.remove(call)
-        else:
-            stage, family = stages[stack[-1]], call.layer[:4]  # waits and launches are both "cuda"
-            outermost = (call.thread, family) not in [(c.thread, c.layer[:4]) for c in running]
-            if family == "cuda":
-                launcher[call.id] = stack[-1]  # all kernels of a graph replay share its id
-            if family == "cuda" and outermost:
-                stage["cuda_api_calls"] += 1
-                stage["kernel_launches"] += re.search("Launch.*Kernel", call.name) is not None
-                stage["graph_replays"] += "GraphLaunch" in call.name
-            elif call.layer == "backend_s" and outermost:
-                stage["backend_calls"] += 1
-            elif call.layer == "gpu_s" and not call.name.startswith(("Memcpy", "Memset")):
-                kernels.append(call.id)
-            running.append(call)
-        if stack[-1]:
-            stage, layers = stages[stack[-1]], {call.layer for call in running}
-            span = (until - at) / 1e9
-            rest = "simulator_s" if stack[-1] == "simulation" else "python_s"
-            field = next((f for f in ("overhead", *CPU_FIELDS) if f in layers), rest)
-            stage[field] += span
-            for overlap in ("gpu_overlap_s", "gpu_with_" + field):
-                stage[overlap] += span * ("gpu_s" in layers)
-            for name in {launcher.get(call.id) for call in running if call.layer == "gpu_s"}:
-                stages[name]["gpu_s"] += span
-    for kernel in kernels:
-        stages[launcher.get(kernel)]["kernels"] += 1
-
-    del stages[None]
-    total = sum(stages.values(), Counter())
-    cpu = sum(total[field] for field in CPU_FIELDS)
-    on_gpu = launcher or total["gpu_overlap_s"]
-    missing = () if on_gpu else ("cuda", "gpu", "kernel", "graph")
-    trace = {"iterations": iterations, "env_steps": env_steps}
-    trace["inflation"] = cpu / iterations / untraced_seconds
-    trace["gpu_busy"] = total["gpu_overlap_s"] / (cpu + total["overhead"]) if on_gpu else None
-    for name, stage in stages.items():
-        stages[name] = {f: None if f.startswith(missing) else stage[f] for f in TRACE_FIELDS}
-    return trace | {"stages": stages}
-
-
-def table(report):
-    """`report` as text of at most 80 columns; what was not measured does not appear."""
-
-    def short(x):
-        return f"{x:,.0f}" if 100 <= x < 1e6 else f"{x:.3g}"
-
-    def rows(stages, columns, steps):  # columns: {title: (field, factor)}, values are per step
-        measured = {f for stage in stages.values() for f in stage if stage[f] is not None}
-        columns = {title: c for title, c in columns.items() if c[0] in measured}
-        yield f"{'stage':15}" + "".join(f"{title:>10}" for title in columns)
-        for name, stage in stages.items():
-            cells = (short((stage[f] or 0) * factor / steps) for f, factor in columns.values())
-            yield f"{name:15}" + "".join(f"{cell:>10}" for cell in cells)
-
-    window, trace, gpu = report["window"], report["trace"], report["gpu"]
-    stages, steps = dict(report["stages"]), max(window["env_steps"], 1)
-    evaluation = stages.pop("evaluation", {"count": 0})
-    stages = {name: stage for name, stage in stages.items() if stage["count"]}
-    share = 100 * steps / (sum(stage["seconds"] for stage in stages.values()) or 1)
-    columns = {"seconds": ("seconds", steps), "share %": ("seconds", share)}
-    columns |= {"us/step": ("seconds", 1e6), "entries": ("count", steps)}
-    lines = ["stopwatch: " + ("steady window" if window["steady"] else "the warm-up did not end")]
-    if stages:
-        lines += rows(stages, columns | {"GPU us": ("gpu_span_seconds", 1e6)}, steps)
-        lines.append(f"{'total':15}{short(window['seconds']):>10}")
-    if evaluation["count"]:
-        lines.append(f"{'evaluation':15}{short(evaluation['seconds']):>10}  not in the total")
-    numbers = {"steady steps/s": report["sps_steady"], "all steps/s": report["sps_inclusive"]}
-    numbers |= {"warm-up s": report["warmup_seconds"], "stopwatch %": report["overhead_pct"]}
-    numbers |= {"GPU util. %": gpu["nvml_util"], "SM util. %": gpu["sm_util"]}
-    if trace:
-        lines.append("traced, per step: microseconds, then calls")
-        titles = "CUDA wait", "launch", "backend", "python", "simulator", "GPU"
-        times = {t: (f, 1e6) for t, f in zip(titles, TRACE_FIELDS, strict=False)}
-        traced = {name: stage for name, stage in trace["stages"].items() if name in stages}
-        lines += rows(traced, times, trace["env_steps"])
-        titles = "operators", "CUDA API", "launches", "replays", "kernels"
-        calls = {t: (f, 1) for t, f in zip(titles, CALL_FIELDS, strict=True)}
-        lines += rows(traced, calls, trace["env_steps"])
-        numbers |= {"inflation": trace["inflation"], "GPU busy": trace["gpu_busy"]}
-    elif report["mode"] == "trace":
-        lines.append("the run ended before the trace window did: no trace")
-    lines += [f"{name:15}{short(x):>10}" for name, x in numbers.items() if x is not None]
-    return "\n".join(lines)
 
 
 # <<< stopwatch <<<

@@ -2,700 +2,301 @@
 
     python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs
     python leanrl/sac_continuous_action_torchcompile.py --compile --env-id Pendulum-v1 \\
-        --total-timesteps 10000 --learning-starts 1000              # learns in a minute or two
-    python leanrl/sac_continuous_action_torchcompile.py --help      # every flag
+        --total-timesteps 12000                                     # learns in a minute or two
 
 The algorithm is that of its twin, sac_continuous_action.py, which says where it comes from and
 what the shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest
 is the same to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes
 on. The first updates pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
-
-Measured (plots/results/): HalfCheetah-v5, 100,000 steps, seed 1: mean return 5,733 over the last 10
-episodes. 155 steps/s with --compile on 2 cores of an AMD EPYC (AVX2), 1.37 times the baseline,
-after 26 s of warm-up (5 s with a warm cache). On a GPU: not measured.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import copy
-import importlib.util
-import itertools
 import json
 import math
 import os
-import random
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-import warnings
-import zipfile
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 import tqdm
 import tyro
+from gymnasium.spaces import Box
 from tensordict.nn import CudaGraphModule
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """name of this experiment, part of the run directory's name"""
-    seed: int = 1
-    """seed of the environments and of every random generator"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
-    cuda: bool = True
-    """train on CUDA where there is a device"""
-    track: bool = False
-    """also send the run to Weights & Biases"""
-    wandb_project_name: str = "leanRL"
-    """the wandb project"""
-    wandb_entity: str | None = None
-    """the wandb team"""
-    capture_video: bool = False
-    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
-    save_model: bool = False
-    """write checkpoint.pt at the end of the run"""
-    checkpoint_every: int = 0
-    """also write it every so many environment steps; 0: never"""
-    resume: str | None = None
-    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
-    eval_every: int = 0
-    """evaluate every so many environment steps, and at the end; 0: never"""
-    eval_episodes: int = 10
-    """episodes per evaluation, each in an environment of its own"""
-    stopwatch: Literal["off", "time", "trace"] = "time"
-    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run directory's name
+    seed: int = 1  # seed of the environments and of every random generator
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = True  # train on CUDA where there is a device
+    track: bool = False  # also send the run to Weights & Biases
+    wandb_project_name: str = "leanRL"  # the wandb project
+    wandb_entity: str | None = None  # the wandb team
+    capture_video: bool = False  # film an episode of each evaluation, at least of one at the end
+    save_model: bool = False  # write checkpoint.pt at the end of the run
+    checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
+    resume: str | None = None  # go on with this run directory; flags that are not given stay
+    eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
+    eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
+    stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
-    env_id: str = "HalfCheetah-v5"
-    """id of the Gymnasium environment"""
-    total_timesteps: int = 1_000_000
-    """environment steps of the whole run, over all environments"""
-    num_envs: int = 1
-    """environments stepped side by side"""
-    utd_ratio: float = 1.0
-    """update-to-data ratio: updates per environment step"""
-    buffer_size: int = 1_000_000
-    """capacity of the replay buffer, in transitions"""
-    gamma: float = 0.99
-    """discount factor"""
-    tau: float = 0.005
-    """share of the Q-networks that enters the target networks at each target update"""
-    batch_size: int = 256
-    """transitions per update"""
-    learning_starts: int = 5_000
-    """environment steps taken uniformly at random before the first update"""
-    policy_lr: float = 3e-4
-    """learning rate of the policy"""
-    q_lr: float = 1e-3
-    """learning rate of the Q-networks and of the temperature"""
-    policy_frequency: int = 2
-    """the policy is updated on every n-th update, n times (delayed, with compensation)"""
-    target_network_frequency: int = 1
-    """the target networks are updated on every n-th update"""
-    alpha: float = 0.2
-    """entropy temperature where it is not tuned"""
-    autotune: bool = True
-    """tune the temperature towards an entropy of minus the number of action dimensions"""
+    env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
+    total_timesteps: int = 1_000_000  # environment steps of the whole run, over all environments
+    num_envs: int = 1  # environments stepped side by side
+    utd_ratio: float = 1.0  # update-to-data ratio: updates per environment step
+    buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
+    gamma: float = 0.99  # discount factor
+    tau: float = 0.005  # share of the Q-networks that enters their targets at each target update
+    batch_size: int = 256  # transitions per update
+    learning_starts: int = 5_000  # environment steps with random actions before the first update
+    policy_lr: float = 3e-4  # learning rate of the policy
+    q_lr: float = 1e-3  # learning rate of the Q-networks and of the temperature
+    policy_frequency: int = 2  # every n-th update updates the policy, n times to make up for it
+    target_network_frequency: int = 1  # every n-th update updates the target networks
+    alpha: float = 0.2  # entropy temperature where it is not tuned
+    autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
 
     # speed: each works alone, together and not at all
-    compile: bool = False
-    """compile acting and updating with torch.compile"""
-    cudagraphs: bool = False
-    """replay acting, sampling and updating as CUDA graphs"""
+    compile: bool = False  # compile acting and updating with torch.compile
+    cudagraphs: bool = False  # replay acting, sampling and updating as CUDA graphs
 
 
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import re  # noqa: E402, F811
-import time  # noqa: E402, F811
-from collections import Counter, namedtuple  # noqa: E402, F811
+import json  # noqa: E402, F811
+import sys  # noqa: E402, F811
 from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from itertools import pairwise  # noqa: E402, F811
+from time import perf_counter  # noqa: E402, F811
 
 import torch  # noqa: E402, F811
 
-STAGES = (
-    "simulation",
-    "inference",
-    "replay",
-    "backpropagation",
-    "logging",
-    "checkpoint",
-    "evaluation",  # stays out of the steady window and of the warm-up
-)
-GPU_SAMPLE_EVERY = 64  # iterations; one in so many carries CUDA events
-TRACE_PREFIX = "stopwatch:"  # of the annotations that mark the stages in a trace
-# CPU time goes to the first of these fields that a moment belongs to
-CPU_FIELDS = ("cuda_wait_s", "cuda_launch_s", "backend_s", "python_s", "simulator_s")
-CALL_FIELDS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
-OVERLAP_FIELDS = tuple("gpu_with_" + field for field in CPU_FIELDS)
-TRACE_FIELDS = (*CPU_FIELDS, "gpu_s", "gpu_overlap_s", *OVERLAP_FIELDS, *CALL_FIELDS)
-
 
 class Stage:
-    """Self-time (seconds) and entries of one stage, kept by `with watch.stage(name): ...`."""
+    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
 
-    __slots__ = ("watch", "name", "seconds", "count", "begin", "parent")
-
-    def __init__(self, watch, name):
-        self.watch, self.name, self.parent = watch, name, None
-        self.seconds, self.count = 0.0, 0
+    def __init__(self, watch):
+        self.watch, self.seconds, self.count = watch, 0.0, 0
 
     def __enter__(self):
-        watch = self.watch
-        if self.parent is not None:
-            raise RuntimeError(f"stage {self.name!r} is open already")
-        begin = watch.clock()  # the last call, so that Ctrl-C cannot leave the rest half done
-        self.begin, self.parent, watch.current = begin, watch.current, self
+        watch, now = self.watch, perf_counter()
+        watch.open[-1].seconds += now - watch.since
+        watch.since = now
+        watch.open.append(self)
 
     def __exit__(self, kind, value, traceback):
-        watch, parent = self.watch, self.parent
-        watch.current, self.parent = parent, None  # first, so that Ctrl-C cannot prevent it
-        spent = watch.clock() - self.begin
-        self.seconds += spent
-        parent.seconds -= spent
+        watch, now = self.watch, perf_counter()
+        watch.open.pop().seconds += now - watch.since
+        watch.since = now
         self.count += 1
 
 
 class Stopwatch:
     """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
 
-    __slots__ = ("clock", "contexts", "current", "around", "__dict__")  # slots: looked up faster
-
     def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        if mode not in ("off", "time", "trace"):
-            raise ValueError(f"stopwatch mode {mode!r}: choose off, time or trace")
-        self.device, self.mode, self.clock = device, mode, time.perf_counter
-        self.on_gpu = device.type == "cuda"
-        self.sampling = self.on_gpu and mode != "off"
-        self.synchronize = (lambda: torch.cuda.synchronize(device)) if self.on_gpu else lambda: None
-        self.stages = self.contexts = {name: Stage(self, name) for name in (*STAGES, "untracked")}
-        self.untracked = self.current = self.stages["untracked"]
-        self.own = Stage(self, "stopwatch")  # what samples cost, kept out of the other stages
-        self.evaluation = self.stages["evaluation"]
-        self.around = None  # on a sampled or traced iteration: what to put around each stage
-        self.cost = self._calibrate()
-        if mode == "off":
-            self.stages, self.contexts = {}, dict.fromkeys(STAGES, nullcontext())
-            self.contexts["evaluation"] = self.evaluation
-        self.env_steps, self.steady, self.result, self.trace = 0, False, None, None
+        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
+        self._begin_window()
         self.course = self._course(warmup_steps, trace_after, trace_iterations)
-        self._open_window()
-        self.born = self.start
-
-    def stage(self, name):
-        """The context manager of one of STAGES; KeyError for any other name."""
-        stage = self.contexts[name]
-        return self.around(stage) if self.around else stage
 
     def tick(self, env_steps):
-        """End an iteration, outside of every stage; `env_steps` counts them all since the start."""
-        self.env_steps, self.ticked = env_steps, self.clock() - self.evaluation.seconds
-        self.iterations += 1
+        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
+        with self.untracked:  # an entry is an iteration
+            self.env_steps = env_steps
         next(self.course, None)
 
-    def steady_sps(self):
-        """Environment steps per second of the steady window so far; None before it has any."""
-        if self.result:
-            return self.result["sps_steady"]
-        steps = self.env_steps - self.first_step
-        return steps / (self.ticked - self.start) if self.steady and steps else None
+    def speed(self, env_steps):
+        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
+        now = perf_counter()
+        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
+        return env_steps / (now - self.born), self.warmup_seconds and steady
 
-    def inclusive_sps(self):
-        """All environment steps / all seconds since construction."""
-        return self.env_steps / (self.clock() - self.born)
-
-    def report(self):
-        """Print the table; return the dict of stages.json (SI units, None where not measured)."""
-        self.course.close()  # gives up a trace window that is still open
-        self.result = self.result or self._close_window()
-        run = {"wall_seconds": self.clock() - self.born, "sps_inclusive": self.inclusive_sps()}
-        report = {"schema": 1, "mode": self.mode, **run, **self.result, "trace": self.trace}
-        print(table(report))
+    def report(self, path):
+        """Writes the report to `path` and a trace beside it, then prints a table -> the report."""
+        self.course.close()  # gives up a trace that is not complete
+        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": self.trace}
+        report["wall_seconds"] = perf_counter() - self.born
+        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
+        if self.trace:
+            self.trace["file"] = path.name.replace("stages", "trace") + ".gz"
+            self.profiler.export_chrome_trace(str(path.with_name(self.trace["file"])))
+        path.write_text(json.dumps(report, indent=2))
+        steps = max(report["window"]["env_steps"], 1) / 1e6
+        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
+        for name, stage in report["stages"].items():
+            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
+            gpu = "" if span is None else f"{span / steps:14,.1f}"
+            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
+        numbers = (report | report["gpu"]).items()
+        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
+        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
         return report
 
     def _course(self, warmup_steps, trace_after, trace_iterations):
-        """The course of a run, one `yield` per tick."""
+        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
         while self.env_steps < warmup_steps:
             yield
-        self.steady = True
-        self._open_window()
-        while self.mode != "trace" or self.iterations < trace_after:
-            due = self.iterations % GPU_SAMPLE_EVERY == 0 and len(self.spans) < 10_000
-            self.around = self._between_events if due and self.sampling else None
+        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
+        self._begin_window()
+        while self.mode != "trace" or self.untracked.count < trace_after:
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
-            if self.around:
-                self.samples += 1
-                if self.ticked - self.asked > 1:  # NVML takes its time
-                    self.asked = self.ticked
-                    with self.own, suppress(Exception):  # nvidia-ml-py is optional
-                        percent = torch.cuda.utilization(self.device)
-                        self.nvml.append((round(self.ticked - self.born, 1), percent))
-        self.result = self._close_window()
-        with torch.profiler.profile() as profiler:
-            yield  # this iteration pays for the profiler's buffers and does not count
-            self.synchronize()
-            first_step, self.around = self.env_steps, self._annotated
-            with torch.profiler.record_function(TRACE_PREFIX + "untracked"):
+            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
+                self.asked = perf_counter()
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
+        self.result, self.stage = self._end_window(), self.contexts.__getitem__
+        with torch.profiler.profile() as self.profiler:
+            yield  # an iteration that pays for the profiler's buffers
+            first_step, self.stage = self.env_steps, self._annotated
+            with torch.profiler.record_function("stopwatch:untracked"):
                 for _ in range(trace_iterations):
                     yield
                 self.synchronize()
-            self.around = None
-        events, steps = profiler.profiler.kineto_results.events(), self.env_steps - first_step
-        untraced = self.result["window"]["seconds"] / trace_after
-        self.trace = reduce_trace(events, trace_iterations, steps, untraced, self.on_gpu)
+        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
 
-    def _open_window(self):
-        """Count anew: at construction and at the end of the warm-up."""
-        self.evaluated = self.evaluation.seconds  # in the warm-up
-        for stage in (*self.stages.values(), self.own, self.evaluation):
-            stage.seconds, stage.count = 0.0, 0
-        self.samples, self.spans, self.nvml = 0, [], []
-        self.first_step, self.iterations = self.env_steps, 0
-        self.gpm = gpm(self.device) if self.sampling else None
+    def _begin_window(self):
+        """Counts anew: at construction and at the end of the warm-up."""
+        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
+        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
+        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
+        self.contexts, self.open = dict(self.stages), [self.untracked]
+        if self.mode == "off":  # but for the evaluation, which is never part of a window
+            self.contexts |= dict.fromkeys(names, nullcontext())
+        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
+        self.first_step, self.spans, self.nvml = self.env_steps, [], []
         self.synchronize()
-        self.start = self.ticked = self.asked = self.clock()
+        self.start = self.since = self.asked = perf_counter()
 
-    def _close_window(self):
-        """What report() tells of the steady window or, if the warm-up did not end, of the run."""
-        begin, self.around = self.clock(), None
+    def _end_window(self):
+        """What the steady window or, if the warm-up did not end, the whole run has to say."""
         self.synchronize()  # GPU work still queued belongs to the window
-        self.ticked += self.clock() - begin
-        seconds, (inside, outside) = self.ticked - self.start, self.cost
-        self.untracked.count = self.iterations  # as if a tick cost what a stage does: a bit less
-        calls = sum(stage.count for stage in self.stages.values())
-        # the stages have subtracted theirs
-        self.untracked.seconds += seconds + self.evaluation.seconds - calls * outside
-        overhead = self.own.seconds + calls * (inside + outside)
-        spans, stages = Counter(), {}
-        for name, first, last in self.spans:
-            spans[name] += first.elapsed_time(last) / 1e3 * self.iterations / max(self.samples, 1)
-        for name, stage in self.stages.items():
-            own, span = max(0.0, stage.seconds - stage.count * inside), spans.get(name)
-            stages[name] = {"seconds": own, "count": stage.count, "gpu_span_seconds": span}
-        window = {"steady": self.steady, "seconds": seconds, "iterations": self.iterations}
-        percents, thin = [percent for _, percent in self.nvml], 1 + len(self.nvml) // 1000
-        gpu = {"nvml_util": sum(percents) / len(percents) if percents else None}
-        gpu["nvml_samples"] = self.nvml[::thin] or None
-        gpu["sm_util"] = gpm(self.device, self.gpm) if self.gpm else None
-        peak = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
-        return {
-            "sps_steady": self.steady_sps(),
-            "warmup_seconds": self.start - self.born - self.evaluated if self.steady else None,
-            "overhead_pct": 100 * overhead / seconds if seconds else None,
-            "window": window | {"env_steps": self.env_steps - self.first_step},
-            "stages": stages,
-            "gpu": gpu | {"memory_peak_bytes": peak},
-        }
+        steady, stages = self.speed(self.env_steps)[1], {}
+        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
+        window["iterations"] = self.untracked.count
+        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
+        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
+        for name, stage in self.stages.items() if self.mode != "off" else ():
+            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
+            span = sum(spans) / len(spans) * stage.count if spans else None
+            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
+        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
+        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
+        return run | {"window": window, "stages": stages, "gpu": gpu}
 
     @contextmanager
-    def _between_events(self, stage):
-        with self.own:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-        with stage:
+    def _between_events(self, name):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        with self.contexts[name]:
             yield
-        with self.own:
-            last.record()
-            self.spans.append((stage.name, first, last))
+        last.record()
+        self.spans.append((name, first, last))
 
     @contextmanager
-    def _annotated(self, stage):
-        with torch.profiler.record_function(TRACE_PREFIX + stage.name), stage:
+    def _annotated(self, name):
+        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
             yield
-
-    def _calibrate(self):
-        """Seconds that an empty stage adds to itself and to its parent, the least of 5 trials."""
-        stage, trials = self.stages["simulation"], []
-        for _ in range(5):
-            stage.seconds, begin = 0.0, self.clock()
-            for _ in range(1000):
-                with self.stage("simulation"):
-                    pass
-            trials.append((self.clock() - begin, stage.seconds))
-        both, inside = min(trials)
-        return inside / 1000, (both - inside) / 1000
-
-
-def gpm(device, first=None):
-    """A sample of NVML's GPU performance monitor; after a `first`, percent of busy SMs since."""
-    with suppress(Exception):  # needs Hopper or newer, and nvidia-ml-py, which is optional
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        alloc = nvml.nvmlGpmSampleAlloc()
-        sample = nvml.nvmlGpmSampleGet(nvml.nvmlDeviceGetHandleByUUID(gpu), alloc)
-        if first is None:
-            return sample
-        query = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, first, sample)
-        query.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
-        return nvml.nvmlGpmMetricsGet(query).metrics[0].value
-
-
-def layer(event):
-    """The seconds in TRACE_FIELDS that a Kineto event adds to, or "stage", "overhead" or None."""
-    name, on_cpu = event.name(), event.device_type() == torch.autograd.DeviceType.CPU
-    if event.is_user_annotation():
-        return "stage" if on_cpu and name.startswith(TRACE_PREFIX) else None
-    known = event.activity_type() if hasattr(event, "activity_type") else None  # since torch 2.12
-    names = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
-    if known == "overhead" or name in names:
-        return "overhead"
-    if on_cpu and re.match("cu(da)?[A-Z]", name):
-        waits = re.search("Synchronize|Memcpy(?!.*Async)", name)
-        return "cuda_wait_s" if waits else "cuda_launch_s"
-    return "backend_s" if on_cpu else "gpu_s"
-
-
-def reduce_trace(events, iterations, env_steps, untraced_seconds, on_gpu=True):
-    """Kineto events of a trace window -> "trace" of stages.json; `untraced_seconds` per iteration.
-
-    One sweep over time: the innermost stage, by its annotation, owns the moment and the calls that
-    start in it, on whatever thread. The annotation "untracked" is the window.
-    """
-    Call = namedtuple("Call", "layer name id thread")
-    edges, known, operators, pageable = [], {}, {}, set()
-    if on_gpu:
-        pageable = {e.correlation_id() for e in events if e.name().endswith("-> Pageable)")}
-    for e in events:
-        start, thread = e.start_ns(), e.start_thread_id()
-        end, (begin, until) = start + max(1, e.duration_ns()), operators.get(thread, (0, 0))
-        inside, annotation = begin <= start and end <= until, e.is_user_annotation()
-        if inside and not on_gpu and not annotation:
-            continue  # a part of an operator changes nothing, and most events are that
-        name = e.name()
-        signs = name, annotation, e.device_type()
-        kind = known[signs] if signs in known else known.setdefault(signs, layer(e))
-        if kind == "backend_s":
-            if inside:
-                continue
-            operators[thread] = start, end
-        if kind == "cuda_launch_s" and e.correlation_id() in pageable:
-            kind = "cuda_wait_s"  # such a copy blocks
-        call = Call(kind, name, e.correlation_id(), thread)
-        if kind:
-            edges += (start, 1, -end, call), (end, 0, 0, call)  # sorts ends first, then parents
-
-    stages = {name: Counter() for name in (*STAGES, "untracked", None)}  # None: out of the window
-    stack, running, launcher, kernels = [None], [], {}, []
-    for (at, opens, _, call), (until, *_) in pairwise(sorted(edges)):
-        if call.layer == "stage":
-            stack.append(call.name[len(TRACE_PREFIX) :]) if opens else stack.pop()
-        elif not opens:
-            running.remove(call)
-        else:
-            stage, family = stages[stack[-1]], call.layer[:4]  # waits and launches are both "cuda"
-            outermost = (call.thread, family) not in [(c.thread, c.layer[:4]) for c in running]
-            if family == "cuda":
-                launcher[call.id] = stack[-1]  # all kernels of a graph replay share its id
-            if family == "cuda" and outermost:
-                stage["cuda_api_calls"] += 1
-                stage["kernel_launches"] += re.search("Launch.*Kernel", call.name) is not None
-                stage["graph_replays"] += "GraphLaunch" in call.name
-            elif call.layer == "backend_s" and outermost:
-                stage["backend_calls"] += 1
-            elif call.layer == "gpu_s" and not call.name.startswith(("Memcpy", "Memset")):
-                kernels.append(call.id)
-            running.append(call)
-        if stack[-1]:
-            stage, layers = stages[stack[-1]], {call.layer for call in running}
-            span = (until - at) / 1e9
-            rest = "simulator_s" if stack[-1] == "simulation" else "python_s"
-            field = next((f for f in ("overhead", *CPU_FIELDS) if f in layers), rest)
-            stage[field] += span
-            for overlap in ("gpu_overlap_s", "gpu_with_" + field):
-                stage[overlap] += span * ("gpu_s" in layers)
-            for name in {launcher.get(call.id) for call in running if call.layer == "gpu_s"}:
-                stages[name]["gpu_s"] += span
-    for kernel in kernels:
-        stages[launcher.get(kernel)]["kernels"] += 1
-
-    del stages[None]
-    total = sum(stages.values(), Counter())
-    cpu = sum(total[field] for field in CPU_FIELDS)
-    on_gpu = launcher or total["gpu_overlap_s"]
-    missing = () if on_gpu else ("cuda", "gpu", "kernel", "graph")
-    trace = {"iterations": iterations, "env_steps": env_steps}
-    trace["inflation"] = cpu / iterations / untraced_seconds
-    trace["gpu_busy"] = total["gpu_overlap_s"] / (cpu + total["overhead"]) if on_gpu else None
-    for name, stage in stages.items():
-        stages[name] = {f: None if f.startswith(missing) else stage[f] for f in TRACE_FIELDS}
-    return trace | {"stages": stages}
-
-
-def table(report):
-    """`report` as text of at most 80 columns; what was not measured does not appear."""
-
-    def short(x):
-        return f"{x:,.0f}" if 100 <= x < 1e6 else f"{x:.3g}"
-
-    def rows(stages, columns, steps):  # columns: {title: (field, factor)}, values are per step
-        measured = {f for stage in stages.values() for f in stage if stage[f] is not None}
-        columns = {title: c for title, c in columns.items() if c[0] in measured}
-        yield f"{'stage':15}" + "".join(f"{title:>10}" for title in columns)
-        for name, stage in stages.items():
-            cells = (short((stage[f] or 0) * factor / steps) for f, factor in columns.values())
-            yield f"{name:15}" + "".join(f"{cell:>10}" for cell in cells)
-
-    window, trace, gpu = report["window"], report["trace"], report["gpu"]
-    stages, steps = dict(report["stages"]), max(window["env_steps"], 1)
-    evaluation = stages.pop("evaluation", {"count": 0})
-    stages = {name: stage for name, stage in stages.items() if stage["count"]}
-    share = 100 * steps / (sum(stage["seconds"] for stage in stages.values()) or 1)
-    columns = {"seconds": ("seconds", steps), "share %": ("seconds", share)}
-    columns |= {"us/step": ("seconds", 1e6), "entries": ("count", steps)}
-    lines = ["stopwatch: " + ("steady window" if window["steady"] else "the warm-up did not end")]
-    if stages:
-        lines += rows(stages, columns | {"GPU us": ("gpu_span_seconds", 1e6)}, steps)
-        lines.append(f"{'total':15}{short(window['seconds']):>10}")
-    if evaluation["count"]:
-        lines.append(f"{'evaluation':15}{short(evaluation['seconds']):>10}  not in the total")
-    numbers = {"steady steps/s": report["sps_steady"], "all steps/s": report["sps_inclusive"]}
-    numbers |= {"warm-up s": report["warmup_seconds"], "stopwatch %": report["overhead_pct"]}
-    numbers |= {"GPU util. %": gpu["nvml_util"], "SM util. %": gpu["sm_util"]}
-    if trace:
-        lines.append("traced, per step: microseconds, then calls")
-        titles = "CUDA wait", "launch", "backend", "python", "simulator", "GPU"
-        times = {t: (f, 1e6) for t, f in zip(titles, TRACE_FIELDS, strict=False)}
-        traced = {name: stage for name, stage in trace["stages"].items() if name in stages}
-        lines += rows(traced, times, trace["env_steps"])
-        titles = "operators", "CUDA API", "launches", "replays", "kernels"
-        calls = {t: (f, 1) for t, f in zip(titles, CALL_FIELDS, strict=True)}
-        lines += rows(traced, calls, trace["env_steps"])
-        numbers |= {"inflation": trace["inflation"], "GPU busy": trace["gpu_busy"]}
-    elif report["mode"] == "trace":
-        lines.append("the run ended before the trace window did: no trace")
-    lines += [f"{name:15}{short(x):>10}" for name, x in numbers.items() if x is not None]
-    return "\n".join(lines)
 
 
 # <<< stopwatch <<<
 
 
-def fail(message: str) -> None:
-    """Ends the program with a one-line error and exit status 2, as argument errors do."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+SCRIPT = Path(__file__).name
+METRICS = ("qf1_loss", "qf2_loss", "qf_loss", "qf1_values", "qf2_values")  # of update_critic
+METRICS += ("actor_loss", "alpha_loss", "alpha", "entropy")  # of update_actor
+LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
+STEADY_AFTER = 100  # updates, then compilation and capture are long over
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the policy
 
 
 def check_args(args: Args) -> None:
-    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
-    for name in (
-        "total_timesteps",
-        "num_envs",
-        "utd_ratio",
-        "buffer_size",
-        "batch_size",
-        "policy_frequency",
-        "target_network_frequency",
-        "eval_episodes",
-    ):
-        if getattr(args, name) <= 0:
-            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    for name in ("checkpoint_every", "eval_every"):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
-    if args.batch_size > args.learning_starts:
-        fail(f"--batch-size {args.batch_size} exceeds --learning-starts {args.learning_starts}")
-    if args.buffer_size < max(args.batch_size, args.num_envs):
-        fail(f"--buffer-size {args.buffer_size} is smaller than a batch or than --num-envs")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs wandb: pip install -r requirements/wandb.txt")
-    if args.capture_video and importlib.util.find_spec("moviepy") is None:
-        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
+    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
+    may_be_zero = ("seed", "checkpoint_every", "eval_every", "policy_lr", "q_lr", "gamma", "tau")
+    numbers = {name: x for name, x in asdict(args).items() if type(x) in (int, float)}
+    for name, x in numbers.items():
+        if not (0 < x < 1e12 or x == 0 and name in may_be_zero):
+            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
     # speed: no graphs without CUDA: a contradiction is refused, a missing device only mentioned
     if args.cudagraphs and not args.cuda:
-        fail("--cudagraphs contradicts --no-cuda")
+        raise SystemExit("--cudagraphs: contradicts --no-cuda")
     if args.cudagraphs and not torch.cuda.is_available():
-        print("warning: no CUDA device, --cudagraphs has no effect", file=sys.stderr)
-
-
-class Repeatable(gym.Wrapper):
-    """An environment that a checkpoint can bring back, whatever simulates it.
-
-    A simulator's state is nowhere to be had in general, but an episode repeats itself from the same
-    random state through the same actions.
-    """
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        self.origin = self.np_random.bit_generator.state if seed is None else seed
-        self.actions = []
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action: np.ndarray) -> tuple:
-        self.actions.append(action)
-        return self.env.step(action)
-
-    def state_dict(self) -> dict:
-        """How the episode started, and its actions so far (T, A)."""
-        return {"origin": self.origin, "actions": torch.from_numpy(np.array(self.actions))}
-
-    def repeat(self, state: dict) -> np.ndarray:
-        """Goes through the episode of `state` again -> its last observation (O,)."""
-        if isinstance(state["origin"], int):
-            obs, _ = self.reset(seed=state["origin"])
-        else:
-            self.np_random.bit_generator.state = state["origin"]
-            obs, _ = self.reset()
-        for action in state["actions"].numpy():
-            obs = self.step(action)[0]
-        return obs
+        print("--cudagraphs: no CUDA device, it has no effect", file=sys.stderr)
 
 
 def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
-    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`).
-
-    The first episode of the first one becomes `video`-episode-0.mp4, if that is given.
-    """
+    """N environments that reset in the step that ends an episode; `video` films the first one."""
 
     def make_env(index: int) -> gym.Env:
-        if video is None or index > 0:
-            env = gym.make(env_id)
-        else:
-            env = gym.make(env_id, render_mode="rgb_array")
-            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # of other names
-            env = gym.wrappers.RecordVideo(
-                env, str(video.parent), name_prefix=video.name, episode_trigger=lambda i: i == 0
-            )
-        return Repeatable(gym.wrappers.RecordEpisodeStatistics(env))
+        films = video is not None and index == 0
+        env = gym.make(env_id, render_mode="rgb_array" if films else None)
+        if films:
+            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        return gym.wrappers.RecordEpisodeStatistics(env)
 
-    try:
-        envs = gym.vector.SyncVectorEnv(
-            [partial(make_env, i) for i in range(num_envs)],
-            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-        )
-    except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
-        fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Box) or not action_space.is_bounded():
-        fail(f"SAC needs a bounded continuous action space; {env_id} has {action_space}")
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
-        fail(f"SAC with an MLP needs flat observations; {env_id} has {obs_space}")
-    return envs
+    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
-def run_config(args: Args, device: torch.device) -> dict:
-    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
-
-    def output(*command: str) -> str | None:
-        try:
-            return subprocess.check_output(
-                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
-            ).strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
-    gpu, driver = None, None
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "args": asdict(args),
-        "command": " ".join(sys.argv),
-        "git_commit": output(
-            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-        ),
-        "cpu": {
-            "model": model[1] if model else None,
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-        },
-        "gpu": gpu,
-        "gpu_driver": driver,
-        "load_average": os.getloadavg(),
-        "python": sys.version.split()[0],
-        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
-    }
+def mlp(inputs: int, outputs: int) -> nn.Sequential:
+    """A network with two hidden layers of 256."""
+    hidden = (nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
+    return nn.Sequential(*hidden, nn.Linear(256, outputs))
 
 
-class QNetwork(nn.Module):
-    """State-action value Q(s, a)."""
-
-    def __init__(self, obs_dim: int, action_dim: int):
-        super().__init__()
-        self.fc1 = nn.Linear(obs_dim + action_dim, 256)
-        self.fc2 = nn.Linear(256, 256)
-        self.fc3 = nn.Linear(256, 1)
-
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """obs (B, O), actions (B, A) -> values (B,)."""
-        x = torch.cat([obs, actions], dim=-1)
-        x = F.relu(self.fc1(x))
-        x = F.relu(self.fc2(x))
-        return self.fc3(x).squeeze(-1)
-
-
-class TwinQ(nn.Module):
+class TwinQ(nn.ModuleList):
     """Two independent Q-networks behind one call (Fujimoto et al., 2018, arXiv:1802.09477)."""
 
-    def __init__(self, qf1: QNetwork, qf2: QNetwork):
-        super().__init__()
-        # speed: stacked parameters make both networks one batched GEMM per layer instead of two
-        self.qf = qf1
-        stacked, _ = torch.func.stack_module_state([qf1, qf2])
-        for name, parameter in self.qf.named_parameters():
+    # speed: stacked parameters make both networks one batched product per layer instead of two
+    def __init__(self, networks: Iterable[nn.Module]):
+        first, second = networks
+        super().__init__([first])
+        stacked, _ = torch.func.stack_module_state([first, second])
+        for name, parameter in first.named_parameters():
             parameter.data = stacked[name].data
 
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """obs (B, O), actions (B, A) -> values (2, B)."""
-        # speed: vmap maps over the stacked parameters, so QNetwork is written once, for one network
-        return torch.func.vmap(
-            lambda parameters: torch.func.functional_call(self.qf, parameters, (obs, actions))
-        )(dict(self.qf.named_parameters()))
-
-
-LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+        x = torch.cat([obs, actions], dim=-1)
+        # speed: vmap maps the call, written for one network, over the stacked parameters
+        call = torch.func.vmap(lambda p: torch.func.functional_call(self[0], p, (x,)))
+        return call(dict(self[0].named_parameters())).squeeze(-1)
 
 
 class Actor(nn.Module):
     """Tanh-squashed Gaussian policy whose actions fill the box [low, high]."""
 
-    def __init__(self, obs_dim: int, action_space: gym.spaces.Box):
+    def __init__(self, obs_dim: int, action_space: Box):
         super().__init__()
-        action_dim = action_space.shape[0]
-        self.fc1 = nn.Linear(obs_dim, 256)
-        self.fc2 = nn.Linear(256, 256)
-        self.fc_mean = nn.Linear(256, action_dim)
-        self.fc_logstd = nn.Linear(256, action_dim)
+        self.network = mlp(obs_dim, 2 * action_space.shape[0])
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_scale", ((high - low) / 2).float())
         self.register_buffer("action_bias", ((high + low) / 2).float())
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """obs (B, O) -> mean (B, A) and log standard deviation (B, A) before squashing."""
-        x = F.relu(self.fc1(obs))
-        x = F.relu(self.fc2(x))
-        # speed: both heads are one GEMM; two as narrow as these cost twice the time
-        weight = torch.cat([self.fc_mean.weight, self.fc_logstd.weight])
-        bias = torch.cat([self.fc_mean.bias, self.fc_logstd.bias])
-        mean, log_std = F.linear(x, weight, bias).chunk(2, dim=-1)
-        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1)
-        return mean, log_std
-
-    def sample(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Reparameterized actions and their log-probabilities (paper, appendix C).
 
         obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.
         """
-        mean, log_std = self(obs)
+        mean, log_std = self.network(obs).chunk(2, dim=-1)
+        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1)
         x = mean + log_std.exp() * noise
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_jacobian = 2 * (math.log(2) - x - F.softplus(-2 * x)) + self.action_scale.log()
@@ -706,59 +307,40 @@ class Actor(nn.Module):
 class Batch(NamedTuple):
     """B transitions, float32. `terminated` is 1 at a real end; a truncated episode has 0."""
 
-    obs: torch.Tensor  # (B, O)
-    actions: torch.Tensor  # (B, A)
-    next_obs: torch.Tensor  # (B, O)
-    rewards: torch.Tensor  # (B,)
-    terminated: torch.Tensor  # (B,)
+    obs: Tensor  # (B, O)
+    actions: Tensor  # (B, A)
+    next_obs: Tensor  # (B, O)
+    rewards: Tensor  # (B,)
+    terminated: Tensor  # (B,)
 
 
 class ReplayBuffer:
-    """Ring of the last `capacity` transitions on `device`: 4 (2 O + A + 2) bytes each."""
+    """Ring of the last transitions on `device`: 4 (2 O + A + 2) bytes each."""
 
-    def __init__(
-        self,
-        capacity: int,
-        num_envs: int,
-        obs_dim: int,
-        action_dim: int,
-        batch_size: int,
-        device: torch.device,
-    ):
-        self.capacity = capacity // num_envs * num_envs  # so that N rows never wrap around
-        self.batch_size, self.device = batch_size, device
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        self.capacity = max(args.buffer_size // args.num_envs, 1) * args.num_envs  # whole steps
+        self.position, self.size, self.batch_size = 0, 0, args.batch_size
         # speed: a transition is one row, so storing is one copy and sampling one gather; a graph
         # needs a batch with a fixed place and a size that it reads from the device
-        self.position, self.size = 0, torch.zeros((), dtype=torch.float64, device=device)
         widths = (obs_dim, action_dim, obs_dim, 1, 1)
         self.data = torch.empty(self.capacity, sum(widths), device=device)
-        self.new_rows = np.empty((num_envs, sum(widths)), dtype=np.float32)
-        self.rows = torch.empty(batch_size, sum(widths), device=device)
+        self.device_size = torch.zeros((), dtype=torch.float64, device=device)
+        self.rows = torch.empty(args.batch_size, sum(widths), device=device)
         obs, actions, next_obs, rewards, terminated = self.rows.split(widths, dim=1)
         self.batch = Batch(obs, actions, next_obs, rewards.squeeze(1), terminated.squeeze(1))
 
     def add(self, *transitions: np.ndarray) -> None:
         """Stores N transitions: arrays in the order of `Batch`, any float type."""
         end = self.position + len(transitions[0])
-        # speed: one copy, for which the CPU does not wait: CUDA has read the rows when it returns
+        # speed: one copy, for which the CPU does not wait: PyTorch hands out pinned memory again
+        # only after the copies from it
         columns = [np.reshape(new, (len(new), -1)) for new in transitions]
-        np.concatenate(columns, axis=1, out=self.new_rows)
-        new_rows = torch.from_numpy(self.new_rows)
-        self.data[self.position : end].copy_(new_rows, non_blocking=True)
-        self.size.clamp_(min=end)
+        rows = torch.from_numpy(np.concatenate(columns, axis=1, dtype=np.float32))
+        rows = rows.pin_memory() if self.data.is_cuda else rows
+        self.data[self.position : end].copy_(rows, non_blocking=True)
+        self.device_size.clamp_(min=end)
+        self.size = max(self.size, end)
         self.position = end % self.capacity
-
-    def state_dict(self) -> dict:
-        """The transitions stored so far, on the CPU."""
-        # speed: one tensor
-        data = self.data[: int(self.size)].to("cpu", copy=True)
-        return {"position": self.position, "data": data}
-
-    def load_state_dict(self, state: dict) -> None:
-        # speed: in place, where graphs read
-        self.position, size = state["position"], len(state["data"])
-        self.data[:size].copy_(state["data"])
-        self.size.fill_(size)
 
     def sample(self) -> Batch:
         """B transitions drawn uniformly with replacement."""
@@ -766,43 +348,42 @@ class ReplayBuffer:
         self.draw()
         return self.batch
 
+    # speed: random numbers below a size on the device; in float64 as uniform as randint's
     def draw(self) -> None:
         """Refills `batch`."""
-        # speed: random numbers below a size on the device; in float64 as uniform as randint's
-        uniform = torch.rand(self.batch_size, dtype=torch.float64, device=self.device)
-        torch.index_select(self.data, 0, (uniform * self.size).long(), out=self.rows)
+        uniform = torch.rand(self.batch_size, dtype=torch.float64, device=self.data.device)
+        torch.index_select(self.data, 0, (uniform * self.device_size).long(), out=self.rows)
+
+    def state_dict(self) -> dict:
+        # speed: one tensor
+        return {"position": self.position, "data": self.data[: self.size].cpu()}
+
+    def load_state_dict(self, state: dict) -> None:
+        # speed: in place, where graphs read
+        self.position, self.size = state["position"], len(state["data"])
+        self.data[: self.size].copy_(state["data"])
+        self.device_size.fill_(self.size)
 
 
-def critic_loss(
-    qf: TwinQ,
-    qf_target: TwinQ,
-    actor: Actor,
-    log_alpha: torch.Tensor,
-    batch: Batch,
-    noise: torch.Tensor,
-    gamma: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def critic_loss(agent: "SAC", batch: Batch, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Soft Bellman error of each Q-network (equations 3 and 5) -> losses (2,), values (2, B)."""
     with torch.no_grad():
-        next_actions, next_log_probs = actor.sample(batch.next_obs, noise)
-        next_q = qf_target(batch.next_obs, next_actions).amin(dim=0)  # (B,)
-        next_values = next_q - log_alpha.exp() * next_log_probs
+        next_actions, next_log_probs = agent.actor.sample(batch.next_obs, noise)
+        next_q = agent.qf_target(batch.next_obs, next_actions).amin(dim=0)  # (B,)
+        next_values = next_q - agent.log_alpha.exp() * next_log_probs
         targets = batch.rewards + gamma * (1 - batch.terminated) * next_values
-    values = qf(batch.obs, batch.actions)
+    values = agent.qf(batch.obs, batch.actions)
     return (values - targets).square().mean(dim=1), values
 
 
-def actor_loss(
-    actor: Actor, qf: TwinQ, log_alpha: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def actor_loss(agent: "SAC", obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Distance of the policy to Q's Boltzmann policy (equation 9) -> loss (), log_probs (B,)."""
-    actions, log_probs = actor.sample(obs, noise)
-    return (log_alpha.exp().detach() * log_probs - qf(obs, actions).amin(dim=0)).mean(), log_probs
+    actions, log_probs = agent.actor.sample(obs, noise)
+    values = agent.qf(obs, actions).amin(dim=0)
+    return (agent.log_alpha.exp().detach() * log_probs - values).mean(), log_probs
 
 
-def alpha_loss(
-    log_alpha: torch.Tensor, log_probs: torch.Tensor, target_entropy: float
-) -> torch.Tensor:
+def alpha_loss(log_alpha: Tensor, log_probs: Tensor, target_entropy: float) -> Tensor:
     """Dual objective of the entropy constraint (equation 18) -> loss ()."""
     return (-log_alpha.exp() * (log_probs.detach() + target_entropy)).mean()
 
@@ -812,21 +393,20 @@ def alpha_loss(
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
 
-    def __init__(self, parameters: list[nn.Parameter], lr: float, betas=(0.9, 0.999), eps=1e-8):
-        self.parameters, self.lr, self.betas, self.eps = parameters, lr, betas, eps
-        self.exp_avgs = [torch.zeros_like(parameter) for parameter in parameters]
-        self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in parameters]
-        self.beta_powers = [torch.ones((), device=parameters[0].device) for _ in betas]
+    def __init__(self, parameters: Iterable[Tensor], lr: float, betas=(0.9, 0.999), eps=1e-8):
+        self.parameters, self.betas, self.eps = list(parameters), betas, eps
+        self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.beta_powers = [torch.ones((), device=self.parameters[0].device) for _ in betas]
+        self.lr = torch.tensor(lr, device=self.parameters[0].device)
 
     def state_dict(self) -> dict:
-        names = "exp_avgs", "exp_avg_sqs", "beta_powers"
-        return {"state": {name: getattr(self, name) for name in names}}
+        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
 
     def load_state_dict(self, state: dict) -> None:
-        for name, tensors in state["state"].items():
-            torch._foreach_copy_(getattr(self, name), tensors)
+        torch._foreach_copy_(self.state_dict()["state"], state["state"])
 
-    def step(self, gradients: tuple[torch.Tensor, ...]) -> None:
+    def step(self, gradients: Sequence[Tensor]) -> None:
         """Updates the parameters in place; `gradients` in their order and shapes."""
         with torch.no_grad():
             torch._foreach_mul_(self.beta_powers, self.betas)
@@ -842,361 +422,190 @@ class Adam:
             torch._foreach_sub_(self.parameters, steps)
 
 
-def gradient_step(loss: torch.Tensor, parameters: list[nn.Parameter], optimizer: Adam) -> None:
-    """A step of `optimizer`; backward computes the gradients of `parameters` and no others."""
+def gradient_step(loss: Tensor, optimizer: Adam) -> None:
+    """A step of `optimizer`; backward computes the gradients of its parameters and no others."""
     # speed: gradients as values, not as .grad: nothing to zero, nothing the compiler cannot see
-    optimizer.step(torch.autograd.grad(loss, parameters))
+    optimizer.step(torch.autograd.grad(loss, optimizer.parameters))
 
 
-CRITIC_METRICS = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
-ACTOR_METRICS = ("actor_loss", "alpha_loss", "alpha", "entropy")
-NETWORKS = ("actor", "qf", "qf_target")
-OPTIMIZERS = ("q_optimizer", "actor_optimizer", "alpha_optimizer")
-
-
-class SAC:
+class SAC(nn.Module):
     """Networks, optimizers and gradient steps, which return their metrics as one tensor."""
 
-    def __init__(
-        self, args: Args, obs_dim: int, action_space: gym.spaces.Box, device: torch.device
-    ):
+    def __init__(self, args: Args, obs_dim: int, action_space: Box, device: torch.device):
+        super().__init__()
         action_dim = action_space.shape[0]
         self.args, self.target_entropy = args, -float(action_dim)
-        self.actor = Actor(obs_dim, action_space).to(device)
-        self.qf = TwinQ(QNetwork(obs_dim, action_dim), QNetwork(obs_dim, action_dim)).to(device)
+        self.actor = Actor(obs_dim, action_space)
+        self.qf = TwinQ(mlp(obs_dim + action_dim, 1) for _ in range(2))
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
-        self.log_alpha = nn.Parameter(
-            torch.full((1,), 0.0 if args.autotune else math.log(args.alpha), device=device)
-        )
-        self.actor_parameters = list(self.actor.parameters())
-        self.q_parameters = list(self.qf.parameters())
-        self.target_parameters = list(self.qf_target.parameters())
+        log_alpha = 0.0 if args.autotune else math.log(args.alpha)
+        self.log_alpha = nn.Parameter(torch.tensor([log_alpha]))
+        self.to(device)
         # speed: the Adam above, which compiles and captures with the rest of an update
-        self.q_optimizer = Adam(self.q_parameters, lr=args.q_lr)
-        self.actor_optimizer = Adam(self.actor_parameters, lr=args.policy_lr)
+        self.q_optimizer = Adam(self.qf.parameters(), lr=args.q_lr)
+        self.actor_optimizer = Adam(self.actor.parameters(), lr=args.policy_lr)
         self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr)
+        self.optimizers = self.q_optimizer, self.actor_optimizer, self.alpha_optimizer
 
-    def state_dict(self) -> dict:
-        """Everything that updates change; of the optimizers no settings: those are the run's."""
-        networks = {name: getattr(self, name).state_dict() for name in NETWORKS}
-        optimizers = {name: getattr(self, name).state_dict()["state"] for name in OPTIMIZERS}
-        return networks | optimizers | {"log_alpha": self.log_alpha.detach()}
-
-    def load_state_dict(self, state: dict) -> None:
-        for name in NETWORKS:
-            getattr(self, name).load_state_dict(state[name])
-        for name in OPTIMIZERS:
-            optimizer = getattr(self, name)
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state[name]})
-        self.log_alpha.data.copy_(state["log_alpha"])
-
-    def act(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
         with torch.no_grad():
             return self.actor.sample(obs, noise)[0]
 
-    def update_critic(self, batch: Batch, noise: torch.Tensor) -> torch.Tensor:
-        """One step of both Q-networks -> CRITIC_METRICS (4,)."""
-        losses, values = critic_loss(
-            self.qf, self.qf_target, self.actor, self.log_alpha, batch, noise, self.args.gamma
-        )
-        gradient_step(losses.sum(), self.q_parameters, self.q_optimizer)
-        return torch.cat([losses, values.mean(dim=1)]).detach()
+    def update_critic(self, batch: Batch, noise: Tensor) -> Tensor:
+        """One step of both Q-networks -> the first METRICS (5,)."""
+        losses, values = critic_loss(self, batch, noise, self.args.gamma)
+        gradient_step(losses.sum(), self.q_optimizer)
+        return torch.cat([losses, losses.mean(0, keepdim=True), values.mean(dim=1)]).detach()
 
-    def update_actor(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """One step of the policy, then one of the temperature -> ACTOR_METRICS (4,)."""
-        loss, log_probs = actor_loss(self.actor, self.qf, self.log_alpha, obs, noise)
-        gradient_step(loss, self.actor_parameters, self.actor_optimizer)
+    def update_actor(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """One step of the policy, then one of the temperature -> the other METRICS (4,)."""
+        loss, log_probs = actor_loss(self, obs, noise)
+        gradient_step(loss, self.actor_optimizer)
         temperature_loss = alpha_loss(self.log_alpha, log_probs, self.target_entropy)
         alpha = self.log_alpha.exp()[0]
         if self.args.autotune:
-            gradient_step(temperature_loss, [self.log_alpha], self.alpha_optimizer)
+            gradient_step(temperature_loss, self.alpha_optimizer)
         return torch.stack([loss, temperature_loss, alpha, -log_probs.mean()]).detach()
 
     def update_target(self) -> None:
         """Polyak averaging of the target networks."""
         with torch.no_grad():
             # speed: all tensors in one call, which compiled would take longer than it does
-            torch._foreach_lerp_(self.target_parameters, self.q_parameters, self.args.tau)
+            targets, online = list(self.qf_target.parameters()), list(self.qf.parameters())
+            torch._foreach_lerp_(targets, online, self.args.tau)
 
 
-def keeps_float32(precision: str) -> bool:
-    # speed: `main` lowers the setting only where this holds; with AMX, say, it does not
-    """Whether matrix products on this CPU keep float32's accuracy at this precision setting."""
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    error = (x @ x - (x.double() @ x.double())).abs().max()
-    torch.set_float32_matmul_precision(before)
-    return bool(error < 1e-3)  # float32: 5e-5; bfloat16: 1e-1
-
-
+# speed: acting and both updates, gradients and optimizer included, become one graph each
 def compile_agent(agent: SAC) -> None:
-    """Compiles acting and both updates, gradients and optimizer included, to one graph each."""
+    """Each method is compiled when it is first called."""
     torch._dynamo.config.trace_autograd_ops = True
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
-    agent.act = torch.compile(agent.act, fullgraph=True)
-    agent.update_critic = torch.compile(agent.update_critic, fullgraph=True)
-    agent.update_actor = torch.compile(agent.update_actor, fullgraph=True)
+    for name in ("act", "update_critic", "update_actor"):
+        setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True))
 
 
-def track(args: Args, run_dir: Path, config: dict) -> None:
-    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
-    import wandb
-
-    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
-    try:
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            id=run_dir.name,
-            resume="allow",
-            config=config,
-            sync_tensorboard=True,
-        )
-        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
-    except wandb.Error as error:  # no network, no login
-        reason = " ".join(str(error).split())
-        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
-
-
-def evaluate(actor: Actor, args: Args, device: torch.device, video: Path | None) -> float:
-    """Mean return of K episodes, side by side, in which the policy acts without noise.
-
-    They start from the same K states every time. Training notices nothing: the environments are
-    new and no shared random generator is used.
-    """
+def evaluate(agent: SAC, args: Args, video: Path | None) -> float:
+    """Mean return of K episodes, side by side from the same K starts, without noise in actions."""
     envs = make_envs(args.env_id, args.eval_episodes, video)
-    noise = torch.zeros(args.eval_episodes, envs.single_action_space.shape[0], device=device)
+    noise = torch.zeros(envs.action_space.shape, device=agent.log_alpha.device)
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + EVAL_SEED)
-    while running.any():
-        obs_tensor = torch.as_tensor(obs, dtype=torch.float32).to(device)
-        with torch.no_grad():
-            actions = actor.sample(obs_tensor, noise)[0].cpu().numpy()
-        obs, _, _, _, infos = envs.step(actions)
-        if "final_info" in infos:
-            ended = running & infos["_final_info"]
-            returns[ended] = infos["final_info"]["episode"]["r"][ended]
-            running &= ~ended
+    obs, _ = envs.reset(seed=args.seed + 1_000_000)  # not the states of training
+    for _ in range(50_000):  # an episode without end counts with what it has by then
+        actions = SAC.act(agent, torch.as_tensor(obs).to(noise), noise)
+        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        returns += running * rewards
+        running &= ~(terminated | truncated)
+        if not running.any():
+            break
     envs.close()
     return float(returns.mean())
 
 
-def can_render(env_id: str) -> bool:
-    """Whether this machine can draw the environment; a warning says why not."""
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo; osmesa would draw on the CPU
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    try:
-        env = gym.make(env_id, render_mode="rgb_array")
-        env.reset()
-        env.render()
-        env.close()
-        return True
-    except Exception as error:  # of whatever kind: every simulator has its own
-        reason = " ".join(str(error).split())
-        print(f"warning: no video, {env_id} cannot be rendered here: {reason}", file=sys.stderr)
-        return False
+def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
+    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
+    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
+    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
+    checkpoint["agent"] = agent.state_dict()
+    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    with path.with_suffix(".partial").open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".partial").replace(path)
 
 
-def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
-    """The states of all random generators but the environments'."""
-    name, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "action_space": action_space.np_random.bit_generator.state,
-    }
-
-
-def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    action_space.np_random.bit_generator.state = states["action_space"]
-
-
-def repeat_episodes(envs: gym.vector.SyncVectorEnv, checkpoint: dict, seed: int) -> np.ndarray:
-    """Brings the environments to where the checkpoint left them -> observations (N, O).
-
-    One that does not repeat itself starts a fresh episode, and a warning says so.
-    """
-    obs, fresh = checkpoint["obs"].numpy().copy(), 0
-    for i, env in enumerate(envs.envs):
-        if not np.array_equal(env.repeat(checkpoint["envs"][i]), obs[i]):
-            obs[i], _ = env.reset(seed=seed + i)
-            fresh += 1
-    if fresh:
-        print(
-            f"warning: {checkpoint['env_id']} does not repeat itself: "
-            f"{fresh} of {len(obs)} environments start a fresh episode",
-            file=sys.stderr,
-        )
-    return obs
-
-
-def save_checkpoint(path: Path, checkpoint: dict) -> int:
-    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
-    partial_path = path.with_suffix(".partial")
-    try:
-        with partial_path.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial_path.replace(path)
-    except BaseException:
-        partial_path.unlink(missing_ok=True)
-        raise
-    return path.stat().st_size
-
-
-def load_checkpoint(path: Path) -> dict:
-    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            whole = file.testzip() is None  # torch.load does not notice a flipped bit
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
-    except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}")
-    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
-        checkpoint = None
-    if not isinstance(checkpoint, dict):
-        fail(f"{path} is damaged or was never a checkpoint")
-    if checkpoint.get("script") != SCRIPT:
-        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+def load(run_dir: Path) -> dict:
+    """The checkpoint of a run, its tensors on the CPU."""
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if checkpoint["script"] != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
+        raise SystemExit(f"--resume: {run_dir} is no run of this version of {SCRIPT}")
     return checkpoint
-
-
-def resumed_dir(args: Args) -> Path:
-    """The run directory that --resume names, by itself or by the checkpoint in it."""
-    return Path(args.resume.removesuffix(CHECKPOINT))
-
-
-SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
-EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
-LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
-STEADY_AFTER = 50  # policy updates come due, then compilation and capture are long over
 
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
     check_args(args)
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
-    start_step = checkpoint["global_step"] if checkpoint else 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+            signal.signal(number, signal.default_int_handler)
+    checkpoint = load(Path(args.resume)) if args.resume else None
+    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
+    if start_step >= args.total_timesteps:
+        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    warmup_steps = max(args.learning_starts - start_step, 0)
-    warmup_steps += int(STEADY_AFTER * args.policy_frequency / args.utd_ratio)
+    warmup_steps = max(args.learning_starts - start_step, 0) + int(STEADY_AFTER / args.utd_ratio)
     watch = Stopwatch(device, args.stopwatch, warmup_steps)
-    random.seed(args.seed)
-    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
 
     envs = make_envs(args.env_id, args.num_envs)
-    envs.action_space.seed(args.seed)
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-    agent = SAC(args, obs_dim, envs.single_action_space, device)
-    rb = ReplayBuffer(args.buffer_size, args.num_envs, obs_dim, action_dim, args.batch_size, device)
-
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        return agent.act(obs, torch.randn(args.num_envs, action_dim, device=device))
-
-    metrics = torch.zeros(len(CRITIC_METRICS + ACTOR_METRICS), device=device)
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    bounded = isinstance(action_space, Box) and action_space.is_bounded()
+    if not bounded or len(obs_space.shape) != 1:
+        raise SystemExit("--env-id: SAC needs flat observations and bounded continuous actions")
+    obs_dim, action_dim = obs_space.shape[0], action_space.shape[0]
+    agent = SAC(args, obs_dim, action_space, device)
+    rb = ReplayBuffer(args, obs_dim, action_dim, device)
+    metrics, episodic_return = torch.zeros(len(METRICS), device=device), math.nan
 
     def update(batch: Batch, actor_due: bool, target_due: bool) -> None:
-        metrics[: len(CRITIC_METRICS)] = agent.update_critic(batch, torch.randn_like(batch.actions))
-        if actor_due:
-            for _ in range(args.policy_frequency):  # as often as the delay left it out
-                noise = torch.randn_like(batch.actions)
-                metrics[len(CRITIC_METRICS) :] = agent.update_actor(batch.obs, noise)
+        metrics[:5] = agent.update_critic(batch, torch.randn_like(batch.actions))
+        for _ in range(args.policy_frequency * actor_due):  # as often as the delay left it out
+            metrics[5:] = agent.update_actor(batch.obs, torch.randn_like(batch.actions))
         if target_due:
             agent.update_target()
 
     # speed: all compilation and capture is set up here; the loop below does not know of it. Each
     # function compiles when it is first called, and a graph is captured on its third call
-    if device.type == "cpu" and keeps_float32("medium"):
-        torch.set_float32_matmul_precision("medium")  # oneDNN instead of MKL, slower on AMD
     if args.compile:
         compile_agent(agent)
     if args.cudagraphs and device.type == "cuda":
-        policy = CudaGraphModule(policy, warmup=3)
+        agent.act = CudaGraphModule(agent.act, warmup=3)
         rb.draw = CudaGraphModule(rb.draw, warmup=3)
-        graphs = {
-            due: CudaGraphModule(partial(update, rb.batch, *due), warmup=3)
-            for due in itertools.product((False, True), repeat=2)
-        }
+        dues = product((False, True), repeat=2)
+        graphs = {due: CudaGraphModule(partial(update, rb.batch, *due), warmup=3) for due in dues}
 
-        def update(batch: Batch, actor_due: bool, target_due: bool) -> None:
-            graphs[actor_due, target_due]()
+        def update(_: Batch, *due: bool) -> None:  # graphs read rb.batch, which `sample` returns
+            graphs[due]()
 
-    kind = {"script": SCRIPT, "env_id": args.env_id, "obs_dim": obs_dim, "action_dim": action_dim}
-    kind |= {"num_envs": args.num_envs, "buffer_size": args.buffer_size}
-    obs, _ = envs.reset(seed=args.seed)
-    global_step, num_updates, update_credit, episodic_return = start_step, 0, 0.0, None
     if checkpoint:
-        for name, mine in kind.items():
-            if checkpoint[name] != mine:
-                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
-        try:
-            agent.load_state_dict(checkpoint["agent"])
-        except RuntimeError as error:  # networks of another shape: it names both
-            fail(f"{args.resume}: {' '.join(str(error).split())}")
-        rb.load_state_dict(checkpoint["replay_buffer"])
-        metrics.copy_(checkpoint["metrics"])
-        num_updates, update_credit = checkpoint["num_updates"], checkpoint["update_credit"]
-        obs = repeat_episodes(envs, checkpoint, args.seed + start_step)
-        set_rng_states(checkpoint["rng"], envs.action_space, device)
-    del checkpoint  # as large as the replay buffer
+        agent.load_state_dict(checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # not the rates
+        rb.load_state_dict(checkpoint["replay"])
+        torch.set_rng_state(checkpoint["generators"][0])
+        torch.cuda.set_rng_state_all(checkpoint["generators"][1])
+        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
+    del checkpoint  # it is as large as the replay buffer
+    obs, _ = envs.reset(seed=args.seed + start_step)
+    envs.action_space.seed(args.seed + start_step)
+    num_updates = int(max(start_step - args.learning_starts, 0) * args.utd_ratio)
 
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
-    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
-    config = run_config(args, device)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
+    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
+    config = {"args": asdict(args), "command": " ".join(sys.argv)}
+    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
+    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
     (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    films = args.capture_video and can_render(args.env_id)
     if args.track:
-        track(args, run_dir, config)
-    # rows that the run wrote after its checkpoint come again: readers drop the first ones
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
     writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
     bar = tqdm.tqdm(total=args.total_timesteps, initial=start_step, unit="step")
 
     def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many environment steps; 0: never."""
-        return every > 0 and global_step % every < args.num_envs
-
-    def save() -> None:
-        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
-        begin = time.perf_counter()
-        writer.flush()
-        state = kind | {
-            "args": asdict(args),
-            "global_step": global_step,
-            "num_updates": num_updates,
-            "update_credit": update_credit,
-            "agent": agent.state_dict(),
-            "replay_buffer": rb.state_dict(),
-            "metrics": metrics,
-            "envs": [env.state_dict() for env in envs.envs],
-            "obs": torch.from_numpy(obs),
-            "rng": get_rng_states(envs.action_space, device),
-        }
-        try:
-            size = save_checkpoint(run_dir / CHECKPOINT, state)
-            seconds = time.perf_counter() - begin
-            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
-        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
-        bar.write(said, file=sys.stderr)
+        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
+        last = global_step >= args.total_timesteps
+        return every > 0 and (last or global_step % every < args.num_envs)
 
     try:
         while global_step < args.total_timesteps:
@@ -1205,23 +614,21 @@ def main(args: Args) -> Path:
                 if global_step < args.learning_starts:
                     actions = envs.action_space.sample()
                 else:
-                    obs_tensor = torch.as_tensor(obs, dtype=torch.float32)
-                    actions = policy(obs_tensor.to(device, non_blocking=True)).cpu().numpy()
+                    obs_tensor = torch.as_tensor(obs, dtype=torch.float32).to(
+                        device, non_blocking=True
+                    )
+                    noise = torch.randn(args.num_envs, action_dim, device=device)
+                    actions = agent.act(obs_tensor, noise).cpu().numpy()
 
             # 2. Learn from what the replay buffer holds.
-            if global_step >= args.learning_starts:
-                update_credit += args.num_envs * args.utd_ratio
-            while update_credit >= 1:
-                update_credit -= 1
+            due_updates = int((global_step + args.num_envs - args.learning_starts) * args.utd_ratio)
+            while global_step >= args.learning_starts and num_updates < due_updates:
                 num_updates += 1
                 with watch.stage("replay"):
                     batch = rb.sample()
                 with watch.stage("backpropagation"):
-                    update(
-                        batch,
-                        actor_due=num_updates % args.policy_frequency == 0,
-                        target_due=num_updates % args.target_network_frequency == 0,
-                    )
+                    actor_due = num_updates % args.policy_frequency == 0
+                    update(batch, actor_due, num_updates % args.target_network_frequency == 0)
 
             # 3. Step the environments.
             with watch.stage("simulation"):
@@ -1229,84 +636,63 @@ def main(args: Args) -> Path:
 
             # 4. Store. Where an episode ended, next_obs is already the next episode's first.
             with watch.stage("replay"):
-                last_obs = next_obs
-                if "final_obs" in infos:
-                    last_obs = next_obs.copy()
-                    for i in np.flatnonzero(infos["_final_obs"]):
-                        last_obs[i] = infos["final_obs"][i]
+                last_obs = next_obs.copy()
+                for i in np.flatnonzero(infos.get("_final_obs", ())):
+                    last_obs[i] = infos["final_obs"][i]
+                if not np.isfinite(last_obs.sum() + rewards.sum()):
+                    raise SystemExit(f"step {global_step:,}: observation or reward is not finite")
                 rb.add(obs, actions, last_obs, rewards, terminated)
                 obs = next_obs
             global_step += args.num_envs
 
             # 5. Log.
+            if due(LOG_EVERY):
+                with watch.stage("backpropagation"):  # whose work this waits for
+                    values = metrics.tolist()
             with watch.stage("logging"):
-                if "final_info" in infos:
-                    episode = infos["final_info"]["episode"]
-                    for i in np.flatnonzero(infos["_final_info"]):
-                        episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
-                        writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                        writer.add_scalar("charts/episodic_length", length, global_step)
+                for i in np.flatnonzero(infos.get("_final_info", ())):
+                    episodic_return = infos["final_info"]["episode"]["r"][i]
+                    writer.add_scalar("charts/episodic_return", episodic_return, global_step)
+                    length = infos["final_info"]["episode"]["l"][i]
+                    writer.add_scalar("charts/episodic_length", length, global_step)
                 if due(LOG_EVERY):
-                    sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                    if not np.isfinite(values).all():
+                        raise SystemExit(f"step {global_step:,}: losses are not finite: {values}")
+                    sps, steady_sps = watch.speed(global_step - start_step)
                     writer.add_scalar("charts/SPS", sps, global_step)
                     if steady_sps:
                         writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                    if num_updates:
-                        names = CRITIC_METRICS + ACTOR_METRICS
-                        for name, value in zip(names, metrics.tolist(), strict=True):
-                            writer.add_scalar(f"losses/{name}", value, global_step)
-                    shown = f"{steady_sps or sps:,.0f} steps/s"
-                    if episodic_return is not None:
-                        shown += f", return {episodic_return:,.1f}"
-                    bar.set_postfix_str(shown, refresh=False)
+                        writer.add_scalar(
+                            "charts/warmup_seconds", watch.warmup_seconds, global_step
+                        )
+                    for tag, value in zip(METRICS, values if num_updates else (), strict=False):
+                        writer.add_scalar(f"losses/{tag}", value, global_step)
+                    bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                     bar.update(global_step - bar.n)
 
-            # 6. Evaluate and save, now and then and at the end.
+            # 6. Save and evaluate, now and then and at the end.
             last = global_step >= args.total_timesteps
-            if due(args.eval_every) or last and (args.eval_every or args.capture_video):
-                with watch.stage("evaluation"):
-                    video = run_dir / "videos" / f"step-{global_step}" if films else None
-                    eval_return = evaluate(agent.actor, args, device, video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    said = f"evaluation at step {global_step:,}: mean return {eval_return:,.1f}"
-                    bar.write(said, file=sys.stderr)
-            if due(args.checkpoint_every) or last and (args.checkpoint_every or args.save_model):
+            if due(args.checkpoint_every) or args.save_model and last:
                 with watch.stage("checkpoint"):
-                    save()
+                    save(run_dir / "checkpoint.pt", agent, global_step, replay=rb.state_dict())
+            if due(args.eval_every) or args.capture_video and last:
+                with watch.stage("evaluation"):
+                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
+                    eval_return = evaluate(agent, args, video)
+                    writer.add_scalar("charts/eval_return", eval_return, global_step)
+                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
             watch.tick(global_step - start_step)
     except KeyboardInterrupt:
-        print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(f"interrupted after {global_step:,} steps") from None
     finally:
         bar.close()
-        envs.close()
-        report = watch.report()
-        if report["warmup_seconds"] is not None:
-            writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
+        watch.report(run_dir / f"stages{suffix}")
         writer.close()
-        (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
-        print(f"run directory: {run_dir}")
     return run_dir
 
 
-def parse_args() -> Args:
-    """The command line; with --resume, a flag that is not given is what it was in that run."""
-    args = tyro.cli(Args)
-    if args.resume is None:
-        return args
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
-    return tyro.cli(Args, default=Args(**checkpoint["args"]))
-
-
-def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
-    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
-    if not isinstance(error.exc_value, OSError):
-        threading.__excepthook__(error)
-
-
 if __name__ == "__main__":
-    threading.excepthook = print_unless_raised_again
-    try:
-        main(parse_args())
-    except OSError as error:  # runs/ is read-only, the disk is full
-        fail(f"the run stops: {error}")
+    args = tyro.cli(Args)
+    if args.resume:  # flags that are not given stay as they were
+        args = tyro.cli(Args, default=Args(**load(Path(args.resume))["args"]))
+    main(args)
