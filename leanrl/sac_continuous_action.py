@@ -518,11 +518,9 @@ def main(args: Args) -> Path:
                 if global_step < args.learning_starts:
                     actions = envs.action_space.sample()
                 else:
-                    obs_tensor = torch.as_tensor(obs, dtype=torch.float32).to(
-                        device, non_blocking=True
-                    )
+                    inputs = torch.as_tensor(obs, dtype=torch.float32).to(device, non_blocking=True)
                     noise = torch.randn(args.num_envs, action_dim, device=device)
-                    actions = agent.act(obs_tensor, noise).cpu().numpy()
+                    actions = agent.act(inputs, noise).cpu().numpy()
 
             # 2. Learn from what the replay buffer holds.
             due_updates = int((global_step + args.num_envs - args.learning_starts) * args.utd_ratio)
