@@ -7,8 +7,8 @@
 Algorithm 1 of Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", 2018
 (arXiv:1812.05905), with CleanRL's defaults: twin Q-networks, automatic temperature, one update per
 environment step and, on every second one, two of the policy. The temperature step reuses the
-log-probabilities of the policy step. A truncated episode bootstraps, a terminated one does not. An
-update sees the transitions stored before the environment step that follows it.
+log-probabilities of the policy step. A truncated episode bootstraps, a terminated one does not. The
+updates come between action and environment step: a GPU works on them while the simulator steps.
 
 Its twin sac_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: N environments, B batch, O observation, A action.
@@ -47,8 +47,8 @@ class Args:
     track: bool = False  # also send the run to Weights & Biases
     wandb_project_name: str = "leanRL"  # the wandb project
     wandb_entity: str | None = None  # the wandb team
-    capture_video: bool = False  # film an episode of each evaluation, at least of one at the end
-    save_model: bool = False  # write checkpoint.pt at the end of the run
+    capture_video: bool = False  # film an episode of each evaluation; there is one at the end
+    save_model: bool = False  # write checkpoint.pt at the end of the run, unless it is interrupted
     checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
     resume: str | None = None  # go on with this run directory; flags that are not given stay
     eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
@@ -150,7 +150,7 @@ class Stopwatch:
         self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
         self._begin_window()
         while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
             self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
             if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
@@ -218,8 +218,8 @@ SCRIPT = Path(__file__).name
 METRICS = ("qf1_loss", "qf2_loss", "qf_loss", "qf1_values", "qf2_values")  # of update_critic
 METRICS += ("actor_loss", "alpha_loss", "alpha", "entropy")  # of update_actor
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
-STEADY_AFTER = 100  # updates, then compilation and capture are long over
-LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the policy
+STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # the range of the policy's log_std, as in CleanRL
 
 
 def check_args(args: Args) -> None:
@@ -300,21 +300,21 @@ class ReplayBuffer:
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
         self.capacity = max(args.buffer_size // args.num_envs, 1) * args.num_envs  # whole steps
-        self.position, self.size, self.batch_size = 0, 0, args.batch_size
+        self.args, self.position, self.size = args, 0, 0
         shapes = (obs_dim,), (action_dim,), (obs_dim,), (), ()
         self.data = Batch(*(torch.empty(self.capacity, *s, device=device) for s in shapes))
 
-    def add(self, *transitions: np.ndarray) -> None:
-        """Stores N transitions: arrays in the order of `Batch`, any float type."""
-        end = self.position + len(transitions[0])
-        for stored, new in zip(self.data, transitions, strict=True):
+    def add(self, *fields: np.ndarray) -> None:
+        """Stores N transitions: fields (N, ...) in the order of `Batch`, of any type."""
+        end = self.position + len(fields[0])
+        for stored, new in zip(self.data, fields, strict=True):
             stored[self.position : end] = torch.as_tensor(new, dtype=torch.float32)
         self.size = max(self.size, end)
         self.position = end % self.capacity
 
     def sample(self) -> Batch:
         """B transitions drawn uniformly with replacement."""
-        index = torch.randint(self.size, (self.batch_size,), device=self.data.obs.device)
+        index = torch.randint(self.size, (self.args.batch_size,), device=self.data.obs.device)
         return Batch(*(stored[index] for stored in self.data))
 
     def state_dict(self) -> dict:
@@ -327,7 +327,7 @@ class ReplayBuffer:
 
 
 def critic_loss(agent: "SAC", batch: Batch, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Soft Bellman error of each Q-network (equations 3 and 5) -> losses (2,), values (2, B)."""
+    """Soft Bellman error of each Q-network (equation 5, doubled) -> losses (2,), values (2, B)."""
     with torch.no_grad():
         next_actions, next_log_probs = agent.actor.sample(batch.next_obs, noise)
         next_q = agent.qf_target(batch.next_obs, next_actions).amin(dim=0)  # (B,)
@@ -404,13 +404,13 @@ class SAC(nn.Module):
 
 
 def evaluate(agent: SAC, args: Args, video: Path | None) -> float:
-    """Mean return of K episodes, side by side from the same K starts, without noise in actions."""
+    """Mean return of K episodes from always the same starts, acting without noise."""
     envs = make_envs(args.env_id, args.eval_episodes, video)
     noise = torch.zeros(envs.action_space.shape, device=agent.log_alpha.device)
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + 1_000_000)  # not the states of training
-    for _ in range(50_000):  # an episode without end counts with what it has by then
-        actions = SAC.act(agent, torch.as_tensor(obs).to(noise), noise)
+    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    for _ in range(50_000):  # an episode without end counts with its return so far
+        actions = SAC.act(agent, torch.as_tensor(obs).to(noise), noise)  # agent.act may be compiled
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += running * rewards
         running &= ~(terminated | truncated)
@@ -471,7 +471,7 @@ def main(args: Args) -> Path:
 
     def update(batch: Batch, actor_due: bool, target_due: bool) -> None:
         metrics[:5] = agent.update_critic(batch, torch.randn_like(batch.actions))
-        for _ in range(args.policy_frequency * actor_due):  # as often as the delay left it out
+        for _ in range(args.policy_frequency * actor_due):  # as many steps as updates since
             metrics[5:] = agent.update_actor(batch.obs, torch.randn_like(batch.actions))
         if target_due:
             agent.update_target()
@@ -479,10 +479,10 @@ def main(args: Args) -> Path:
     if checkpoint:
         agent.load_state_dict(checkpoint["agent"])
         for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # not the rates
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
         rb.load_state_dict(checkpoint["replay"])
         torch.set_rng_state(checkpoint["generators"][0])
-        torch.cuda.set_rng_state_all(checkpoint["generators"][1])
+        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
         print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
     del checkpoint  # it is as large as the replay buffer
     obs, _ = envs.reset(seed=args.seed + start_step)
@@ -514,7 +514,7 @@ def main(args: Args) -> Path:
     try:
         while global_step < args.total_timesteps:
             # 1. Act: uniformly at random at first, then by the policy.
-            with watch.stage("inference"):
+            with watch.stage("inference"):  # reading the actions waits for earlier updates, too
                 if global_step < args.learning_starts:
                     actions = envs.action_space.sample()
                 else:
@@ -541,8 +541,8 @@ def main(args: Args) -> Path:
                 last_obs = next_obs.copy()
                 for i in np.flatnonzero(infos.get("_final_obs", ())):
                     last_obs[i] = infos["final_obs"][i]
-                if not np.isfinite(last_obs.sum() + rewards.sum()):
-                    raise SystemExit(f"step {global_step:,}: observation or reward is not finite")
+                if not np.isfinite(actions.sum() + last_obs.sum() + rewards.sum()):
+                    raise SystemExit(f"step {global_step:,}: action, obs or reward not finite")
                 rb.add(obs, actions, last_obs, rewards, terminated)
                 obs = next_obs
             global_step += args.num_envs
@@ -550,7 +550,7 @@ def main(args: Args) -> Path:
             # 5. Log.
             if due(LOG_EVERY):
                 with watch.stage("backpropagation"):  # whose work this waits for
-                    values = metrics.tolist()
+                    row = metrics.tolist()
             with watch.stage("logging"):
                 for i in np.flatnonzero(infos.get("_final_info", ())):
                     episodic_return = infos["final_info"]["episode"]["r"][i]
@@ -558,8 +558,8 @@ def main(args: Args) -> Path:
                     length = infos["final_info"]["episode"]["l"][i]
                     writer.add_scalar("charts/episodic_length", length, global_step)
                 if due(LOG_EVERY):
-                    if not np.isfinite(values).all():
-                        raise SystemExit(f"step {global_step:,}: losses are not finite: {values}")
+                    if not np.isfinite(row).all():
+                        raise SystemExit(f"step {global_step:,}: losses are not finite: {row}")
                     sps, steady_sps = watch.speed(global_step - start_step)
                     writer.add_scalar("charts/SPS", sps, global_step)
                     if steady_sps:
@@ -567,7 +567,7 @@ def main(args: Args) -> Path:
                         writer.add_scalar(
                             "charts/warmup_seconds", watch.warmup_seconds, global_step
                         )
-                    for tag, value in zip(METRICS, values if num_updates else (), strict=False):
+                    for tag, value in zip(METRICS, row if num_updates else (), strict=False):
                         writer.add_scalar(f"losses/{tag}", value, global_step)
                     bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                     bar.update(global_step - bar.n)
@@ -588,8 +588,8 @@ def main(args: Args) -> Path:
         raise SystemExit(f"interrupted after {global_step:,} steps") from None
     finally:
         bar.close()
-        watch.report(run_dir / f"stages{suffix}")
         writer.close()
+        watch.report(run_dir / f"stages{suffix}")
     return run_dir
 
 

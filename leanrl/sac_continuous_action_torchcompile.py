@@ -47,8 +47,8 @@ class Args:
     track: bool = False  # also send the run to Weights & Biases
     wandb_project_name: str = "leanRL"  # the wandb project
     wandb_entity: str | None = None  # the wandb team
-    capture_video: bool = False  # film an episode of each evaluation, at least of one at the end
-    save_model: bool = False  # write checkpoint.pt at the end of the run
+    capture_video: bool = False  # film an episode of each evaluation; there is one at the end
+    save_model: bool = False  # write checkpoint.pt at the end of the run, unless it is interrupted
     checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
     resume: str | None = None  # go on with this run directory; flags that are not given stay
     eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
@@ -154,7 +154,7 @@ class Stopwatch:
         self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
         self._begin_window()
         while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
             self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
             if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
@@ -222,8 +222,8 @@ SCRIPT = Path(__file__).name
 METRICS = ("qf1_loss", "qf2_loss", "qf_loss", "qf1_values", "qf2_values")  # of update_critic
 METRICS += ("actor_loss", "alpha_loss", "alpha", "entropy")  # of update_actor
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
-STEADY_AFTER = 100  # updates, then compilation and capture are long over
-LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the policy
+STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # the range of the policy's log_std, as in CleanRL
 
 
 def check_args(args: Args) -> None:
@@ -263,7 +263,8 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 class TwinQ(nn.ModuleList):
     """Two independent Q-networks behind one call (Fujimoto et al., 2018, arXiv:1802.09477)."""
 
-    # speed: stacked parameters make both networks one batched product per layer instead of two
+    # speed: stacked parameters make both networks one batched product per layer instead of two; the
+    # first network is the template for them and cannot be called by itself any more
     def __init__(self, networks: Iterable[nn.Module]):
         first, second = networks
         super().__init__([first])
@@ -319,7 +320,7 @@ class ReplayBuffer:
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
         self.capacity = max(args.buffer_size // args.num_envs, 1) * args.num_envs  # whole steps
-        self.position, self.size, self.batch_size = 0, 0, args.batch_size
+        self.args, self.position, self.size = args, 0, 0
         # speed: a transition is one row, so storing is one copy and sampling one gather; a graph
         # needs a batch with a fixed place and a size that it reads from the device
         widths = (obs_dim, action_dim, obs_dim, 1, 1)
@@ -329,12 +330,12 @@ class ReplayBuffer:
         obs, actions, next_obs, rewards, terminated = self.rows.split(widths, dim=1)
         self.batch = Batch(obs, actions, next_obs, rewards.squeeze(1), terminated.squeeze(1))
 
-    def add(self, *transitions: np.ndarray) -> None:
-        """Stores N transitions: arrays in the order of `Batch`, any float type."""
-        end = self.position + len(transitions[0])
+    def add(self, *fields: np.ndarray) -> None:
+        """Stores N transitions: fields (N, ...) in the order of `Batch`, of any type."""
+        end = self.position + len(fields[0])
         # speed: one copy, for which the CPU does not wait: PyTorch hands out pinned memory again
         # only after the copies from it
-        columns = [np.reshape(new, (len(new), -1)) for new in transitions]
+        columns = [np.reshape(new, (len(new), -1)) for new in fields]
         rows = torch.from_numpy(np.concatenate(columns, axis=1, dtype=np.float32))
         rows = rows.pin_memory() if self.data.is_cuda else rows
         self.data[self.position : end].copy_(rows, non_blocking=True)
@@ -351,7 +352,7 @@ class ReplayBuffer:
     # speed: random numbers below a size on the device; in float64 as uniform as randint's
     def draw(self) -> None:
         """Refills `batch`."""
-        uniform = torch.rand(self.batch_size, dtype=torch.float64, device=self.data.device)
+        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.data.device)
         torch.index_select(self.data, 0, (uniform * self.device_size).long(), out=self.rows)
 
     def state_dict(self) -> dict:
@@ -366,7 +367,7 @@ class ReplayBuffer:
 
 
 def critic_loss(agent: "SAC", batch: Batch, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Soft Bellman error of each Q-network (equations 3 and 5) -> losses (2,), values (2, B)."""
+    """Soft Bellman error of each Q-network (equation 5, doubled) -> losses (2,), values (2, B)."""
     with torch.no_grad():
         next_actions, next_log_probs = agent.actor.sample(batch.next_obs, noise)
         next_q = agent.qf_target(batch.next_obs, next_actions).amin(dim=0)  # (B,)
@@ -388,8 +389,8 @@ def alpha_loss(log_alpha: Tensor, log_probs: Tensor, target_entropy: float) -> T
     return (-log_alpha.exp() * (log_probs.detach() + target_entropy)).mean()
 
 
-# speed: torch.optim.Adam breaks the graph; with this one a whole update compiles to one, fused with
-# its neighbours. The powers of beta are state: computed from a step count, each element pays a pow
+# speed: torch.compile cannot trace torch.optim.Adam; with this one a whole update is one compiled
+# call. The powers of beta are state: from a step count, every weight would pay for a pow
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
 
@@ -471,15 +472,15 @@ class SAC(nn.Module):
     def update_target(self) -> None:
         """Polyak averaging of the target networks."""
         with torch.no_grad():
-            # speed: all tensors in one call, which compiled would take longer than it does
+            # speed: one call for all tensors; to compile it as well would gain nothing
             targets, online = list(self.qf_target.parameters()), list(self.qf.parameters())
             torch._foreach_lerp_(targets, online, self.args.tau)
 
 
-# speed: acting and both updates, gradients and optimizer included, become one graph each
+# speed: acting and both updates, gradients and optimizer included, become one compiled call each
 def compile_agent(agent: SAC) -> None:
     """Each method is compiled when it is first called."""
-    torch._dynamo.config.trace_autograd_ops = True
+    torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
     for name in ("act", "update_critic", "update_actor"):
@@ -487,13 +488,13 @@ def compile_agent(agent: SAC) -> None:
 
 
 def evaluate(agent: SAC, args: Args, video: Path | None) -> float:
-    """Mean return of K episodes, side by side from the same K starts, without noise in actions."""
+    """Mean return of K episodes from always the same starts, acting without noise."""
     envs = make_envs(args.env_id, args.eval_episodes, video)
     noise = torch.zeros(envs.action_space.shape, device=agent.log_alpha.device)
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + 1_000_000)  # not the states of training
-    for _ in range(50_000):  # an episode without end counts with what it has by then
-        actions = SAC.act(agent, torch.as_tensor(obs).to(noise), noise)
+    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    for _ in range(50_000):  # an episode without end counts with its return so far
+        actions = SAC.act(agent, torch.as_tensor(obs).to(noise), noise)  # agent.act may be compiled
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += running * rewards
         running &= ~(terminated | truncated)
@@ -554,7 +555,7 @@ def main(args: Args) -> Path:
 
     def update(batch: Batch, actor_due: bool, target_due: bool) -> None:
         metrics[:5] = agent.update_critic(batch, torch.randn_like(batch.actions))
-        for _ in range(args.policy_frequency * actor_due):  # as often as the delay left it out
+        for _ in range(args.policy_frequency * actor_due):  # as many steps as updates since
             metrics[5:] = agent.update_actor(batch.obs, torch.randn_like(batch.actions))
         if target_due:
             agent.update_target()
@@ -566,19 +567,21 @@ def main(args: Args) -> Path:
     if args.cudagraphs and device.type == "cuda":
         agent.act = CudaGraphModule(agent.act, warmup=3)
         rb.draw = CudaGraphModule(rb.draw, warmup=3)
-        dues = product((False, True), repeat=2)
-        graphs = {due: CudaGraphModule(partial(update, rb.batch, *due), warmup=3) for due in dues}
+        kinds = product((False, True), repeat=2)
+        graphs = {
+            kind: CudaGraphModule(partial(update, rb.batch, *kind), warmup=3) for kind in kinds
+        }
 
-        def update(_: Batch, *due: bool) -> None:  # graphs read rb.batch, which `sample` returns
-            graphs[due]()
+        def update(_: Batch, *kind: bool) -> None:  # graphs read rb.batch, which `sample` returns
+            graphs[kind]()
 
     if checkpoint:
         agent.load_state_dict(checkpoint["agent"])
         for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # not the rates
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
         rb.load_state_dict(checkpoint["replay"])
         torch.set_rng_state(checkpoint["generators"][0])
-        torch.cuda.set_rng_state_all(checkpoint["generators"][1])
+        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
         print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
     del checkpoint  # it is as large as the replay buffer
     obs, _ = envs.reset(seed=args.seed + start_step)
@@ -610,7 +613,7 @@ def main(args: Args) -> Path:
     try:
         while global_step < args.total_timesteps:
             # 1. Act: uniformly at random at first, then by the policy.
-            with watch.stage("inference"):
+            with watch.stage("inference"):  # reading the actions waits for earlier updates, too
                 if global_step < args.learning_starts:
                     actions = envs.action_space.sample()
                 else:
@@ -637,8 +640,8 @@ def main(args: Args) -> Path:
                 last_obs = next_obs.copy()
                 for i in np.flatnonzero(infos.get("_final_obs", ())):
                     last_obs[i] = infos["final_obs"][i]
-                if not np.isfinite(last_obs.sum() + rewards.sum()):
-                    raise SystemExit(f"step {global_step:,}: observation or reward is not finite")
+                if not np.isfinite(actions.sum() + last_obs.sum() + rewards.sum()):
+                    raise SystemExit(f"step {global_step:,}: action, obs or reward not finite")
                 rb.add(obs, actions, last_obs, rewards, terminated)
                 obs = next_obs
             global_step += args.num_envs
@@ -646,7 +649,7 @@ def main(args: Args) -> Path:
             # 5. Log.
             if due(LOG_EVERY):
                 with watch.stage("backpropagation"):  # whose work this waits for
-                    values = metrics.tolist()
+                    row = metrics.tolist()
             with watch.stage("logging"):
                 for i in np.flatnonzero(infos.get("_final_info", ())):
                     episodic_return = infos["final_info"]["episode"]["r"][i]
@@ -654,8 +657,8 @@ def main(args: Args) -> Path:
                     length = infos["final_info"]["episode"]["l"][i]
                     writer.add_scalar("charts/episodic_length", length, global_step)
                 if due(LOG_EVERY):
-                    if not np.isfinite(values).all():
-                        raise SystemExit(f"step {global_step:,}: losses are not finite: {values}")
+                    if not np.isfinite(row).all():
+                        raise SystemExit(f"step {global_step:,}: losses are not finite: {row}")
                     sps, steady_sps = watch.speed(global_step - start_step)
                     writer.add_scalar("charts/SPS", sps, global_step)
                     if steady_sps:
@@ -663,7 +666,7 @@ def main(args: Args) -> Path:
                         writer.add_scalar(
                             "charts/warmup_seconds", watch.warmup_seconds, global_step
                         )
-                    for tag, value in zip(METRICS, values if num_updates else (), strict=False):
+                    for tag, value in zip(METRICS, row if num_updates else (), strict=False):
                         writer.add_scalar(f"losses/{tag}", value, global_step)
                     bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                     bar.update(global_step - bar.n)
@@ -684,8 +687,8 @@ def main(args: Args) -> Path:
         raise SystemExit(f"interrupted after {global_step:,} steps") from None
     finally:
         bar.close()
-        watch.report(run_dir / f"stages{suffix}")
         writer.close()
+        watch.report(run_dir / f"stages{suffix}")
     return run_dir
 
 

@@ -25,7 +25,7 @@ until the trace begins.
 
 Modes
     off     steps per second and the seconds of the evaluation only
-    time    seconds and entries per stage. With CUDA also, on every 64th iteration, a pair of CUDA
+    time    seconds and entries per stage. With CUDA also, on every 61st iteration, a pair of CUDA
             events per stage and, at most once a second, NVML's utilization. Nothing in the loop
             waits for the device
     trace   the same, and after `trace_after` (at least 1) iterations of the steady window one that
@@ -222,7 +222,7 @@ class Stopwatch:
         self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
         self._begin_window()
         while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
             self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
             if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
