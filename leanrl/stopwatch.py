@@ -86,10 +86,7 @@ def write_atomically(path, content):
     """Replace the file at `path` by the bytes `content`; a crash leaves the old file or the new."""
     temporary = path.with_name(f".{path.name}.stamping")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_bytes(content)
         shutil.copymode(path, temporary)
         os.replace(temporary, path)
     finally:
@@ -131,9 +128,7 @@ def main(arguments=None, folder=Path(__file__).parent):
     )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--stamp", action="store_true", help="copy the region into every script")
-    action.add_argument(
-        "--check", action="store_true", help="only compare; exit 1 if a script differs"
-    )
+    action.add_argument("--check", action="store_true", help="compare; exit 1 if a script differs")
     verdicts = stamp(folder, write=parser.parse_args(arguments).stamp)
     for path, verdict in verdicts.items():
         print(f"{path.name}: {verdict}")
