@@ -2,119 +2,74 @@
 
     python leanrl/td3_continuous_action.py                          # HalfCheetah-v5, 1 M steps
     python leanrl/td3_continuous_action.py --env-id Pendulum-v1 --total-timesteps 10000 \\
-        --learning-starts 1000                                      # learns in minutes
-    python leanrl/td3_continuous_action.py --num-envs 4 --utd-ratio 0.5   # 2 updates per 4 steps
-    python leanrl/td3_continuous_action.py --checkpoint-every 10000 --eval-every 10000
+        --learning-starts 1000                                      # minutes
     python leanrl/td3_continuous_action.py --resume runs/RUN        # go on from its checkpoint.pt
-    python leanrl/td3_continuous_action.py --help                   # every flag
 
 Algorithm 1 of Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods",
-2018 (arXiv:1802.09477), with CleanRL's defaults: twin Q-networks, target policy smoothing, and on
-every second update one of the policy and of all targets. Two hidden layers of 256 each, one update
-per environment step on 256 transitions. A truncated episode bootstraps, a terminated one does not.
-An update sees the transitions stored before the environment step that follows it.
+2018 (arXiv:1802.09477), with CleanRL's defaults: twin Q-networks, target policy smoothing, one
+update per environment step and, on every second one, one of the policy and of all targets. A
+truncated episode bootstraps, a terminated one does not. The updates come between action and
+environment step: a GPU works on them while the simulator steps.
 
-Its twin td3_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`, so
-`diff` shows what each trick costs in code; sac_continuous_action.py is its sibling: `diff` with it
-shows what distinguishes the algorithms.
-
-Measured (plots/results/): 162 steps/s on 2 cores of an AMD EPYC (AVX2), where Stable-Baselines3
-makes 127. On a GPU: not measured.
-
-Shapes: N environments, B batch, O observation, A action. A run writes
-runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json, and
-where asked for with checkpoint.pt and videos/.
+Its twin td3_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`;
+`diff` with sac_continuous_action.py shows what distinguishes the algorithms.
+Shapes: N environments, B batch, O observation, A action.
 """
 
 import copy
-import importlib.util
 import json
+import math
 import os
-import random
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-import warnings
-import zipfile
 from dataclasses import asdict, dataclass
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 import tqdm
 import tyro
+from gymnasium.spaces import Box
+from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """name of this experiment, part of the run directory's name"""
-    seed: int = 1
-    """seed of the environments and of every random generator"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
-    cuda: bool = True
-    """train on CUDA where there is a device"""
-    track: bool = False
-    """also send the run to Weights & Biases"""
-    wandb_project_name: str = "leanRL"
-    """the wandb project"""
-    wandb_entity: str | None = None
-    """the wandb team"""
-    capture_video: bool = False
-    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
-    save_model: bool = False
-    """write checkpoint.pt at the end of the run"""
-    checkpoint_every: int = 0
-    """also write it every so many environment steps; 0: never"""
-    resume: str | None = None
-    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
-    eval_every: int = 0
-    """evaluate every so many environment steps, and at the end; 0: never"""
-    eval_episodes: int = 10
-    """episodes per evaluation, each in an environment of its own"""
-    stopwatch: Literal["off", "time", "trace"] = "time"
-    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run directory's name
+    seed: int = 1  # seed of the environments and of every random generator
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = True  # train on CUDA where there is a device
+    track: bool = False  # also send the run to Weights & Biases
+    wandb_project_name: str = "leanRL"  # the wandb project
+    wandb_entity: str | None = None  # the wandb team
+    capture_video: bool = False  # film an episode of each evaluation; there is one at the end
+    save_model: bool = False  # write checkpoint.pt at the end of the run, unless it is interrupted
+    checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
+    resume: str | None = None  # go on with this run directory; flags that are not given stay
+    eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
+    eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
+    stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
-    env_id: str = "HalfCheetah-v5"
-    """id of the Gymnasium environment"""
-    total_timesteps: int = 1_000_000
-    """environment steps of the whole run, over all environments"""
-    num_envs: int = 1
-    """environments stepped side by side"""
-    utd_ratio: float = 1.0
-    """update-to-data ratio: updates per environment step"""
-    buffer_size: int = 1_000_000
-    """capacity of the replay buffer, in transitions"""
-    gamma: float = 0.99
-    """discount factor"""
-    tau: float = 0.005
-    """share of the networks that enters the target networks at each target update"""
-    batch_size: int = 256
-    """transitions per update"""
-    learning_starts: int = 25_000
-    """environment steps taken uniformly at random before the first update"""
-    learning_rate: float = 3e-4
-    """learning rate of policy and Q-networks"""
-    policy_frequency: int = 2
-    """the policy and all target networks are updated on every n-th update (delayed)"""
-    exploration_noise: float = 0.1
-    """standard deviation of the noise added to actions, as a share of half their range"""
-    policy_noise: float = 0.2
-    """the same of the noise that smooths the target policy"""
-    noise_clip: float = 0.5
-    """bound of the smoothing noise, as a share of half the action's range"""
+    env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
+    total_timesteps: int = 1_000_000  # environment steps of the whole run, over all environments
+    num_envs: int = 1  # environments stepped side by side
+    utd_ratio: float = 1.0  # update-to-data ratio: updates per environment step
+    buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
+    gamma: float = 0.99  # discount factor
+    tau: float = 0.005  # share of the networks that enters their targets at each target update
+    batch_size: int = 256  # transitions per update
+    learning_starts: int = 25_000  # environment steps with random actions before the first update
+    learning_rate: float = 3e-4  # learning rate of the policy and of the Q-networks
+    policy_frequency: int = 2  # every n-th update updates the policy and all targets: the delay
+    exploration_noise: float = 0.1  # standard deviation of acting's noise, in half action ranges
+    policy_noise: float = 0.2  # the same of the noise that smooths the target policy
+    noise_clip: float = 0.5  # bound of the smoothing noise, in half action ranges
 
 
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
@@ -195,7 +150,7 @@ class Stopwatch:
         self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
         self._begin_window()
         while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
             self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
             if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
@@ -259,199 +214,68 @@ class Stopwatch:
 # <<< stopwatch <<<
 
 
-def fail(message: str) -> None:
-    """Ends the program with a one-line error and exit status 2, as argument errors do."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+SCRIPT = Path(__file__).name
+METRICS = ("qf1_loss", "qf2_loss", "qf_loss", "qf1_values", "qf2_values")  # of update_critic
+METRICS += ("actor_loss",)  # of update_actor
+LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
+STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
 
 
 def check_args(args: Args) -> None:
-    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
-    for name in (
-        "total_timesteps",
-        "num_envs",
-        "utd_ratio",
-        "buffer_size",
-        "batch_size",
-        "policy_frequency",
-        "eval_episodes",
-    ):
-        if getattr(args, name) <= 0:
-            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    for name in (
-        "checkpoint_every",
-        "eval_every",
-        "exploration_noise",
-        "policy_noise",
-        "noise_clip",
-    ):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
-    if args.batch_size > args.learning_starts:
-        fail(f"--batch-size {args.batch_size} exceeds --learning-starts {args.learning_starts}")
-    if args.buffer_size < max(args.batch_size, args.num_envs):
-        fail(f"--buffer-size {args.buffer_size} is smaller than a batch or than --num-envs")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs wandb: pip install -r requirements/wandb.txt")
-    if args.capture_video and importlib.util.find_spec("moviepy") is None:
-        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
-
-
-class Repeatable(gym.Wrapper):
-    """An environment that a checkpoint can bring back, whatever simulates it.
-
-    A simulator's state is nowhere to be had in general, but an episode repeats itself from the same
-    random state through the same actions.
-    """
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        self.origin = self.np_random.bit_generator.state if seed is None else seed
-        self.actions = []
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action: np.ndarray) -> tuple:
-        self.actions.append(action)
-        return self.env.step(action)
-
-    def state_dict(self) -> dict:
-        """How the episode started, and its actions so far (T, A)."""
-        return {"origin": self.origin, "actions": torch.from_numpy(np.array(self.actions))}
-
-    def repeat(self, state: dict) -> np.ndarray:
-        """Goes through the episode of `state` again -> its last observation (O,)."""
-        if isinstance(state["origin"], int):
-            obs, _ = self.reset(seed=state["origin"])
-        else:
-            self.np_random.bit_generator.state = state["origin"]
-            obs, _ = self.reset()
-        for action in state["actions"].numpy():
-            obs = self.step(action)[0]
-        return obs
+    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
+    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "tau")
+    may_be_zero += ("exploration_noise", "policy_noise", "noise_clip")
+    numbers = {name: x for name, x in asdict(args).items() if type(x) in (int, float)}
+    for name, x in numbers.items():
+        if not (0 < x < 1e12 or x == 0 and name in may_be_zero):
+            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
 
 
 def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
-    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`).
-
-    The first episode of the first one becomes `video`-episode-0.mp4, if that is given.
-    """
+    """N environments that reset in the step that ends an episode; `video` films the first one."""
 
     def make_env(index: int) -> gym.Env:
-        if video is None or index > 0:
-            env = gym.make(env_id)
-        else:
-            env = gym.make(env_id, render_mode="rgb_array")
-            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # of other names
-            env = gym.wrappers.RecordVideo(
-                env, str(video.parent), name_prefix=video.name, episode_trigger=lambda i: i == 0
-            )
-        return Repeatable(gym.wrappers.RecordEpisodeStatistics(env))
+        films = video is not None and index == 0
+        env = gym.make(env_id, render_mode="rgb_array" if films else None)
+        if films:
+            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        return gym.wrappers.RecordEpisodeStatistics(env)
 
-    try:
-        envs = gym.vector.SyncVectorEnv(
-            [partial(make_env, i) for i in range(num_envs)],
-            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-        )
-    except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
-        fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Box) or not action_space.is_bounded():
-        fail(f"TD3 needs a bounded continuous action space; {env_id} has {action_space}")
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
-        fail(f"TD3 with an MLP needs flat observations; {env_id} has {obs_space}")
-    return envs
+    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
-def run_config(args: Args, device: torch.device) -> dict:
-    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
-
-    def output(*command: str) -> str | None:
-        try:
-            return subprocess.check_output(
-                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
-            ).strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
-    gpu, driver = None, None
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "args": asdict(args),
-        "command": " ".join(sys.argv),
-        "git_commit": output(
-            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-        ),
-        "cpu": {
-            "model": model[1] if model else None,
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-        },
-        "gpu": gpu,
-        "gpu_driver": driver,
-        "load_average": os.getloadavg(),
-        "python": sys.version.split()[0],
-        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
-    }
+def mlp(inputs: int, outputs: int) -> nn.Sequential:
+    """A network with two hidden layers of 256."""
+    hidden = (nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
+    return nn.Sequential(*hidden, nn.Linear(256, outputs))
 
 
-class QNetwork(nn.Module):
-    """State-action value Q(s, a)."""
-
-    def __init__(self, obs_dim: int, action_dim: int):
-        super().__init__()
-        self.fc1 = nn.Linear(obs_dim + action_dim, 256)
-        self.fc2 = nn.Linear(256, 256)
-        self.fc3 = nn.Linear(256, 1)
-
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """obs (B, O), actions (B, A) -> values (B,)."""
-        x = torch.cat([obs, actions], dim=-1)
-        x = F.relu(self.fc1(x))
-        x = F.relu(self.fc2(x))
-        return self.fc3(x).squeeze(-1)
-
-
-class TwinQ(nn.Module):
+class TwinQ(nn.ModuleList):
     """Two independent Q-networks behind one call (Fujimoto et al., 2018, arXiv:1802.09477)."""
 
-    def __init__(self, qf1: QNetwork, qf2: QNetwork):
-        super().__init__()
-        self.qfs = nn.ModuleList([qf1, qf2])
-
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """obs (B, O), actions (B, A) -> values (2, B)."""
-        return torch.stack([qf(obs, actions) for qf in self.qfs])
-
-    def first(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """obs (B, O), actions (B, A) -> values of the first network (B,)."""
-        return self.qfs[0](obs, actions)
+        x = torch.cat([obs, actions], dim=-1)
+        return torch.stack([network(x) for network in self]).squeeze(-1)
 
 
 class Actor(nn.Module):
     """Deterministic policy whose tanh fills the box [low, high]."""
 
-    def __init__(self, obs_dim: int, action_space: gym.spaces.Box):
+    def __init__(self, obs_dim: int, action_space: Box):
         super().__init__()
-        self.fc1 = nn.Linear(obs_dim, 256)
-        self.fc2 = nn.Linear(256, 256)
-        self.fc_mu = nn.Linear(256, action_space.shape[0])
+        self.network = mlp(obs_dim, action_space.shape[0])
         low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
         self.register_buffer("action_scale", ((high - low) / 2).float())
         self.register_buffer("action_bias", ((high + low) / 2).float())
 
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+    def forward(self, obs: Tensor) -> Tensor:
         """obs (B, O) -> actions (B, A)."""
-        x = F.relu(self.fc1(obs))
-        x = F.relu(self.fc2(x))
-        return torch.tanh(self.fc_mu(x)) * self.action_scale + self.action_bias
+        return torch.tanh(self.network(obs)) * self.action_scale + self.action_bias
 
-    def perturbed(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """obs (B, O), noise (B, A) in half ranges of the actions -> actions in the box (B, A)."""
+    def perturbed(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """obs (B, O), noise (B, A) in half action ranges -> actions in the box (B, A)."""
         actions = self(obs) + noise * self.action_scale
         low, high = self.action_bias - self.action_scale, self.action_bias + self.action_scale
         return actions.clamp(low, high)
@@ -460,407 +284,235 @@ class Actor(nn.Module):
 class Batch(NamedTuple):
     """B transitions, float32. `terminated` is 1 at a real end; a truncated episode has 0."""
 
-    obs: torch.Tensor  # (B, O)
-    actions: torch.Tensor  # (B, A)
-    next_obs: torch.Tensor  # (B, O)
-    rewards: torch.Tensor  # (B,)
-    terminated: torch.Tensor  # (B,)
+    obs: Tensor  # (B, O)
+    actions: Tensor  # (B, A)
+    next_obs: Tensor  # (B, O)
+    rewards: Tensor  # (B,)
+    terminated: Tensor  # (B,)
 
 
 class ReplayBuffer:
-    """Ring of the last `capacity` transitions on `device`: 4 (2 O + A + 2) bytes each."""
+    """Ring of the last transitions on `device`: 4 (2 O + A + 2) bytes each."""
 
-    def __init__(
-        self,
-        capacity: int,
-        num_envs: int,
-        obs_dim: int,
-        action_dim: int,
-        batch_size: int,
-        device: torch.device,
-    ):
-        self.capacity = capacity // num_envs * num_envs  # so that N rows never wrap around
-        self.batch_size, self.device = batch_size, device
-        self.position, self.size = 0, 0
-        self.data = Batch(
-            *(
-                torch.empty(self.capacity, *shape, device=device)
-                for shape in ((obs_dim,), (action_dim,), (obs_dim,), (), ())
-            )
-        )
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        self.capacity = max(args.buffer_size // args.num_envs, 1) * args.num_envs  # whole steps
+        self.args, self.position, self.size = args, 0, 0
+        shapes = (obs_dim,), (action_dim,), (obs_dim,), (), ()
+        self.data = Batch(*(torch.empty(self.capacity, *s, device=device) for s in shapes))
 
-    def add(self, *transitions: np.ndarray) -> None:
-        """Stores N transitions: arrays in the order of `Batch`, any float type."""
-        end = self.position + len(transitions[0])
-        for stored, new in zip(self.data, transitions, strict=True):
+    def add(self, *fields: np.ndarray) -> None:
+        """Stores N transitions: fields (N, ...) in the order of `Batch`, of any type."""
+        end = self.position + len(fields[0])
+        for stored, new in zip(self.data, fields, strict=True):
             stored[self.position : end] = torch.as_tensor(new, dtype=torch.float32)
         self.size = max(self.size, end)
         self.position = end % self.capacity
 
+    def sample(self) -> Batch:
+        """B transitions drawn uniformly with replacement."""
+        index = torch.randint(self.size, (self.args.batch_size,), device=self.data.obs.device)
+        return Batch(*(stored[index] for stored in self.data))
+
     def state_dict(self) -> dict:
-        """The transitions stored so far, on the CPU."""
-        data = [stored[: self.size].to("cpu", copy=True) for stored in self.data]
-        return {"position": self.position, "data": data}
+        return {"position": self.position, "data": [x[: self.size].cpu() for x in self.data]}
 
     def load_state_dict(self, state: dict) -> None:
         self.position, self.size = state["position"], len(state["data"][0])
         for stored, saved in zip(self.data, state["data"], strict=True):
             stored[: self.size] = saved
 
-    def sample(self) -> Batch:
-        """B transitions drawn uniformly with replacement."""
-        index = torch.randint(self.size, (self.batch_size,), device=self.device)
-        return Batch(*(stored[index] for stored in self.data))
 
+def critic_loss(agent: "TD3", batch: Batch, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Bellman error of each Q-network (algorithm 1: clipped double Q, smoothed target policy).
 
-def critic_loss(
-    qf: TwinQ,
-    qf_target: TwinQ,
-    actor_target: Actor,
-    batch: Batch,
-    noise: torch.Tensor,
-    gamma: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped double Q-learning with target policy smoothing (algorithm 1).
-
-    `noise` (B, A) is clipped already -> losses (2,), values (2, B).
+    noise (B, A), clipped, in half action ranges -> losses (2,), values (2, B).
     """
     with torch.no_grad():
-        next_actions = actor_target.perturbed(batch.next_obs, noise)
-        next_values = qf_target(batch.next_obs, next_actions).amin(dim=0)  # (B,)
+        next_actions = agent.actor_target.perturbed(batch.next_obs, noise)
+        next_values = agent.qf_target(batch.next_obs, next_actions).amin(dim=0)  # (B,)
         targets = batch.rewards + gamma * (1 - batch.terminated) * next_values
-    values = qf(batch.obs, batch.actions)
+    values = agent.qf(batch.obs, batch.actions)
     return (values - targets).square().mean(dim=1), values
 
 
-def actor_loss(actor: Actor, qf: TwinQ, obs: torch.Tensor) -> torch.Tensor:
+def actor_loss(agent: "TD3", obs: Tensor) -> Tensor:
     """Deterministic policy gradient through the first Q-network (algorithm 1) -> loss ()."""
-    return -qf.first(obs, actor(obs)).mean()
+    inputs = torch.cat([obs, agent.actor(obs)], dim=-1)
+    return -agent.qf[0](inputs).mean()
 
 
-def gradient_step(loss: torch.Tensor, parameters: list[nn.Parameter], optimizer: Adam) -> None:
-    """A step of `optimizer`; backward computes the gradients of `parameters` and no others."""
+def gradient_step(loss: Tensor, optimizer: Adam) -> None:
+    """A step of `optimizer`; backward computes the gradients of its parameters and no others."""
     optimizer.zero_grad()
-    loss.backward(inputs=parameters)
+    loss.backward(inputs=optimizer.param_groups[0]["params"])
     optimizer.step()
 
 
-CRITIC_METRICS = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
-ACTOR_METRICS = ("actor_loss",)
-NETWORKS = ("actor", "actor_target", "qf", "qf_target")
-OPTIMIZERS = ("q_optimizer", "actor_optimizer")
-
-
-class TD3:
+class TD3(nn.Module):
     """Networks, optimizers and gradient steps, which return their metrics as one tensor."""
 
-    def __init__(
-        self, args: Args, obs_dim: int, action_space: gym.spaces.Box, device: torch.device
-    ):
-        self.args, action_dim = args, action_space.shape[0]
-        self.actor = Actor(obs_dim, action_space).to(device)
+    def __init__(self, args: Args, obs_dim: int, action_space: Box, device: torch.device):
+        super().__init__()
+        action_dim = action_space.shape[0]
+        self.args = args
+        self.actor = Actor(obs_dim, action_space)
         self.actor_target = copy.deepcopy(self.actor).requires_grad_(False)
-        self.qf = TwinQ(QNetwork(obs_dim, action_dim), QNetwork(obs_dim, action_dim)).to(device)
+        self.qf = TwinQ(mlp(obs_dim + action_dim, 1) for _ in range(2))
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
-        self.actor_parameters = list(self.actor.parameters())
-        self.q_parameters = list(self.qf.parameters())
-        self.parameters = self.actor_parameters + self.q_parameters
-        self.target_parameters = [*self.actor_target.parameters(), *self.qf_target.parameters()]
-        self.q_optimizer = Adam(self.q_parameters, lr=args.learning_rate, fused=True)
-        self.actor_optimizer = Adam(self.actor_parameters, lr=args.learning_rate, fused=True)
+        self.to(device)
+        self.q_optimizer = Adam(self.qf.parameters(), lr=args.learning_rate, fused=True)
+        self.actor_optimizer = Adam(self.actor.parameters(), lr=args.learning_rate, fused=True)
+        self.optimizers = self.q_optimizer, self.actor_optimizer
 
-    def state_dict(self) -> dict:
-        """Everything that updates change; of the optimizers no settings: those are the run's."""
-        networks = {name: getattr(self, name).state_dict() for name in NETWORKS}
-        optimizers = {name: getattr(self, name).state_dict()["state"] for name in OPTIMIZERS}
-        return networks | optimizers
-
-    def load_state_dict(self, state: dict) -> None:
-        for name in NETWORKS:
-            getattr(self, name).load_state_dict(state[name])
-        for name in OPTIMIZERS:
-            optimizer = getattr(self, name)
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state[name]})
-
-    def act(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), standard normal noise (N, A) -> actions (N, A)."""
         with torch.no_grad():
             return self.actor.perturbed(obs, noise * self.args.exploration_noise)
 
-    def update_critic(self, batch: Batch, noise: torch.Tensor) -> torch.Tensor:
-        """One step of both Q-networks, with standard normal noise (B, A) -> CRITIC_METRICS (4,)."""
+    def update_critic(self, batch: Batch, noise: Tensor) -> Tensor:
+        """One step of both Q-networks, with noise (B, A) as in `act` -> the first METRICS (5,)."""
         clip = self.args.noise_clip
         noise = (noise * self.args.policy_noise).clamp(-clip, clip)
-        losses, values = critic_loss(
-            self.qf, self.qf_target, self.actor_target, batch, noise, self.args.gamma
-        )
-        gradient_step(losses.sum(), self.q_parameters, self.q_optimizer)
-        return torch.cat([losses, values.mean(dim=1)]).detach()
+        losses, values = critic_loss(self, batch, noise, self.args.gamma)
+        gradient_step(losses.sum(), self.q_optimizer)
+        return torch.cat([losses, losses.mean(0, keepdim=True), values.mean(dim=1)]).detach()
 
-    def update_actor(self, obs: torch.Tensor) -> torch.Tensor:
-        """One step of the policy -> ACTOR_METRICS (1,)."""
-        loss = actor_loss(self.actor, self.qf, obs)
-        gradient_step(loss, self.actor_parameters, self.actor_optimizer)
+    def update_actor(self, obs: Tensor) -> Tensor:
+        """One step of the policy -> the last of METRICS (1,)."""
+        loss = actor_loss(self, obs)
+        gradient_step(loss, self.actor_optimizer)
         return loss.detach()[None]
 
     def update_target(self) -> None:
         """Polyak averaging of the target networks."""
         with torch.no_grad():
-            for target, parameter in zip(self.target_parameters, self.parameters, strict=True):
+            targets = [*self.actor_target.parameters(), *self.qf_target.parameters()]
+            online = [*self.actor.parameters(), *self.qf.parameters()]
+            for target, parameter in zip(targets, online, strict=True):
                 target.lerp_(parameter, self.args.tau)
 
 
-def track(args: Args, run_dir: Path, config: dict) -> None:
-    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
-    import wandb
-
-    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
-    try:
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            id=run_dir.name,
-            resume="allow",
-            config=config,
-            sync_tensorboard=True,
-        )
-        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
-    except wandb.Error as error:  # no network, no login
-        reason = " ".join(str(error).split())
-        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
-
-
-def evaluate(actor: Actor, args: Args, device: torch.device, video: Path | None) -> float:
-    """Mean return of K episodes, side by side, in which the policy acts without noise.
-
-    They start from the same K states every time. Training notices nothing: the environments are
-    new and no shared random generator is used.
-    """
+def evaluate(agent: TD3, args: Args, video: Path | None) -> float:
+    """Mean return of K episodes from always the same starts, acting without noise."""
     envs = make_envs(args.env_id, args.eval_episodes, video)
+    noise = torch.zeros(envs.action_space.shape, device=agent.actor.action_scale.device)
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + EVAL_SEED)
-    while running.any():
-        obs_tensor = torch.as_tensor(obs, dtype=torch.float32).to(device)
-        with torch.no_grad():
-            actions = actor(obs_tensor).cpu().numpy()
-        obs, _, _, _, infos = envs.step(actions)
-        if "final_info" in infos:
-            ended = running & infos["_final_info"]
-            returns[ended] = infos["final_info"]["episode"]["r"][ended]
-            running &= ~ended
+    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    for _ in range(50_000):  # an episode without end counts with its return so far
+        actions = TD3.act(agent, torch.as_tensor(obs).to(noise), noise)  # agent.act may be compiled
+        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        returns += running * rewards
+        running &= ~(terminated | truncated)
+        if not running.any():
+            break
     envs.close()
     return float(returns.mean())
 
 
-def can_render(env_id: str) -> bool:
-    """Whether this machine can draw the environment; a warning says why not."""
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo; osmesa would draw on the CPU
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    try:
-        env = gym.make(env_id, render_mode="rgb_array")
-        env.reset()
-        env.render()
-        env.close()
-        return True
-    except Exception as error:  # of whatever kind: every simulator has its own
-        reason = " ".join(str(error).split())
-        print(f"warning: no video, {env_id} cannot be rendered here: {reason}", file=sys.stderr)
-        return False
+def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
+    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
+    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
+    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
+    checkpoint["agent"] = agent.state_dict()
+    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    with path.with_suffix(".partial").open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".partial").replace(path)
 
 
-def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
-    """The states of all random generators but the environments'."""
-    name, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "action_space": action_space.np_random.bit_generator.state,
-    }
-
-
-def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    action_space.np_random.bit_generator.state = states["action_space"]
-
-
-def repeat_episodes(envs: gym.vector.SyncVectorEnv, checkpoint: dict, seed: int) -> np.ndarray:
-    """Brings the environments to where the checkpoint left them -> observations (N, O).
-
-    One that does not repeat itself starts a fresh episode, and a warning says so.
-    """
-    obs, fresh = checkpoint["obs"].numpy().copy(), 0
-    for i, env in enumerate(envs.envs):
-        if not np.array_equal(env.repeat(checkpoint["envs"][i]), obs[i]):
-            obs[i], _ = env.reset(seed=seed + i)
-            fresh += 1
-    if fresh:
-        print(
-            f"warning: {checkpoint['env_id']} does not repeat itself: "
-            f"{fresh} of {len(obs)} environments start a fresh episode",
-            file=sys.stderr,
-        )
-    return obs
-
-
-def save_checkpoint(path: Path, checkpoint: dict) -> int:
-    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
-    partial_path = path.with_suffix(".partial")
-    try:
-        with partial_path.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial_path.replace(path)
-    except BaseException:
-        partial_path.unlink(missing_ok=True)
-        raise
-    return path.stat().st_size
-
-
-def load_checkpoint(path: Path) -> dict:
-    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            whole = file.testzip() is None  # torch.load does not notice a flipped bit
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
-    except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}")
-    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
-        checkpoint = None
-    if not isinstance(checkpoint, dict):
-        fail(f"{path} is damaged or was never a checkpoint")
-    if checkpoint.get("script") != SCRIPT:
-        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+def load(run_dir: Path) -> dict:
+    """The checkpoint of a run, its tensors on the CPU."""
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if checkpoint["script"] != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
+        raise SystemExit(f"--resume: {run_dir} is no run of this version of {SCRIPT}")
     return checkpoint
-
-
-def resumed_dir(args: Args) -> Path:
-    """The run directory that --resume names, by itself or by the checkpoint in it."""
-    return Path(args.resume.removesuffix(CHECKPOINT))
-
-
-SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
-EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
-LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
-STEADY_AFTER = 50  # policy updates come due, then compilation and capture are long over
 
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
     check_args(args)
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
-    start_step = checkpoint["global_step"] if checkpoint else 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+            signal.signal(number, signal.default_int_handler)
+    checkpoint = load(Path(args.resume)) if args.resume else None
+    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
+    if start_step >= args.total_timesteps:
+        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    warmup_steps = max(args.learning_starts - start_step, 0)
-    warmup_steps += int(STEADY_AFTER * args.policy_frequency / args.utd_ratio)
+    warmup_steps = max(args.learning_starts - start_step, 0) + int(STEADY_AFTER / args.utd_ratio)
     watch = Stopwatch(device, args.stopwatch, warmup_steps)
-    random.seed(args.seed)
-    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
 
     envs = make_envs(args.env_id, args.num_envs)
-    envs.action_space.seed(args.seed)
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-    agent = TD3(args, obs_dim, envs.single_action_space, device)
-    rb = ReplayBuffer(args.buffer_size, args.num_envs, obs_dim, action_dim, args.batch_size, device)
-
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        return agent.act(obs, torch.randn(args.num_envs, action_dim, device=device))
-
-    metrics = torch.zeros(len(CRITIC_METRICS + ACTOR_METRICS), device=device)
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    bounded = isinstance(action_space, Box) and action_space.is_bounded()
+    if not bounded or len(obs_space.shape) != 1:
+        raise SystemExit("--env-id: TD3 needs flat observations and bounded continuous actions")
+    obs_dim, action_dim = obs_space.shape[0], action_space.shape[0]
+    agent = TD3(args, obs_dim, action_space, device)
+    rb = ReplayBuffer(args, obs_dim, action_dim, device)
+    metrics, episodic_return = torch.zeros(len(METRICS), device=device), math.nan
 
     def update(batch: Batch, actor_due: bool) -> None:
-        metrics[: len(CRITIC_METRICS)] = agent.update_critic(batch, torch.randn_like(batch.actions))
+        metrics[:5] = agent.update_critic(batch, torch.randn_like(batch.actions))
         if actor_due:
-            metrics[len(CRITIC_METRICS) :] = agent.update_actor(batch.obs)
+            metrics[5:] = agent.update_actor(batch.obs)
             agent.update_target()
 
-    kind = {"script": SCRIPT, "env_id": args.env_id, "obs_dim": obs_dim, "action_dim": action_dim}
-    kind |= {"num_envs": args.num_envs, "buffer_size": args.buffer_size}
-    obs, _ = envs.reset(seed=args.seed)
-    global_step, num_updates, update_credit, episodic_return = start_step, 0, 0.0, None
     if checkpoint:
-        for name, mine in kind.items():
-            if checkpoint[name] != mine:
-                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
-        try:
-            agent.load_state_dict(checkpoint["agent"])
-        except RuntimeError as error:  # networks of another shape: it names both
-            fail(f"{args.resume}: {' '.join(str(error).split())}")
-        rb.load_state_dict(checkpoint["replay_buffer"])
-        metrics.copy_(checkpoint["metrics"])
-        num_updates, update_credit = checkpoint["num_updates"], checkpoint["update_credit"]
-        obs = repeat_episodes(envs, checkpoint, args.seed + start_step)
-        set_rng_states(checkpoint["rng"], envs.action_space, device)
-    del checkpoint  # as large as the replay buffer
+        agent.load_state_dict(checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        rb.load_state_dict(checkpoint["replay"])
+        torch.set_rng_state(checkpoint["generators"][0])
+        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
+        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
+    del checkpoint  # it is as large as the replay buffer
+    obs, _ = envs.reset(seed=args.seed + start_step)
+    envs.action_space.seed(args.seed + start_step)
+    num_updates = int(max(start_step - args.learning_starts, 0) * args.utd_ratio)
 
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
-    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
-    config = run_config(args, device)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
+    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
+    config = {"args": asdict(args), "command": " ".join(sys.argv)}
+    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
+    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
     (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    films = args.capture_video and can_render(args.env_id)
     if args.track:
-        track(args, run_dir, config)
-    # rows that the run wrote after its checkpoint come again: readers drop the first ones
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
     writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
     bar = tqdm.tqdm(total=args.total_timesteps, initial=start_step, unit="step")
 
     def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many environment steps; 0: never."""
-        return every > 0 and global_step % every < args.num_envs
-
-    def save() -> None:
-        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
-        begin = time.perf_counter()
-        writer.flush()
-        state = kind | {
-            "args": asdict(args),
-            "global_step": global_step,
-            "num_updates": num_updates,
-            "update_credit": update_credit,
-            "agent": agent.state_dict(),
-            "replay_buffer": rb.state_dict(),
-            "metrics": metrics,
-            "envs": [env.state_dict() for env in envs.envs],
-            "obs": torch.from_numpy(obs),
-            "rng": get_rng_states(envs.action_space, device),
-        }
-        try:
-            size = save_checkpoint(run_dir / CHECKPOINT, state)
-            seconds = time.perf_counter() - begin
-            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
-        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
-        bar.write(said, file=sys.stderr)
+        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
+        last = global_step >= args.total_timesteps
+        return every > 0 and (last or global_step % every < args.num_envs)
 
     try:
         while global_step < args.total_timesteps:
             # 1. Act: uniformly at random at first, then by the policy.
-            with watch.stage("inference"):
+            with watch.stage("inference"):  # reading the actions waits for earlier updates, too
                 if global_step < args.learning_starts:
                     actions = envs.action_space.sample()
                 else:
-                    obs_tensor = torch.as_tensor(obs, dtype=torch.float32)
-                    actions = policy(obs_tensor.to(device, non_blocking=True)).cpu().numpy()
+                    inputs = torch.as_tensor(obs, dtype=torch.float32).to(device, non_blocking=True)
+                    noise = torch.randn(args.num_envs, action_dim, device=device)
+                    actions = agent.act(inputs, noise).cpu().numpy()
 
             # 2. Learn from what the replay buffer holds.
-            if global_step >= args.learning_starts:
-                update_credit += args.num_envs * args.utd_ratio
-            while update_credit >= 1:
-                update_credit -= 1
+            due_updates = int((global_step + args.num_envs - args.learning_starts) * args.utd_ratio)
+            while global_step >= args.learning_starts and num_updates < due_updates:
                 num_updates += 1
                 with watch.stage("replay"):
                     batch = rb.sample()
@@ -873,84 +525,63 @@ def main(args: Args) -> Path:
 
             # 4. Store. Where an episode ended, next_obs is already the next episode's first.
             with watch.stage("replay"):
-                last_obs = next_obs
-                if "final_obs" in infos:
-                    last_obs = next_obs.copy()
-                    for i in np.flatnonzero(infos["_final_obs"]):
-                        last_obs[i] = infos["final_obs"][i]
+                last_obs = next_obs.copy()
+                for i in np.flatnonzero(infos.get("_final_obs", ())):
+                    last_obs[i] = infos["final_obs"][i]
+                if not np.isfinite(actions.sum() + last_obs.sum() + rewards.sum()):
+                    raise SystemExit(f"step {global_step:,}: action, obs or reward not finite")
                 rb.add(obs, actions, last_obs, rewards, terminated)
                 obs = next_obs
             global_step += args.num_envs
 
             # 5. Log.
+            if due(LOG_EVERY):
+                with watch.stage("backpropagation"):  # whose work this waits for
+                    row = metrics.tolist()
             with watch.stage("logging"):
-                if "final_info" in infos:
-                    episode = infos["final_info"]["episode"]
-                    for i in np.flatnonzero(infos["_final_info"]):
-                        episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
-                        writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                        writer.add_scalar("charts/episodic_length", length, global_step)
+                for i in np.flatnonzero(infos.get("_final_info", ())):
+                    episodic_return = infos["final_info"]["episode"]["r"][i]
+                    writer.add_scalar("charts/episodic_return", episodic_return, global_step)
+                    length = infos["final_info"]["episode"]["l"][i]
+                    writer.add_scalar("charts/episodic_length", length, global_step)
                 if due(LOG_EVERY):
-                    sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                    if not np.isfinite(row).all():
+                        raise SystemExit(f"step {global_step:,}: losses are not finite: {row}")
+                    sps, steady_sps = watch.speed(global_step - start_step)
                     writer.add_scalar("charts/SPS", sps, global_step)
                     if steady_sps:
                         writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                    if num_updates:
-                        names = CRITIC_METRICS + ACTOR_METRICS
-                        for name, value in zip(names, metrics.tolist(), strict=True):
-                            writer.add_scalar(f"losses/{name}", value, global_step)
-                    shown = f"{steady_sps or sps:,.0f} steps/s"
-                    if episodic_return is not None:
-                        shown += f", return {episodic_return:,.1f}"
-                    bar.set_postfix_str(shown, refresh=False)
+                        writer.add_scalar(
+                            "charts/warmup_seconds", watch.warmup_seconds, global_step
+                        )
+                    for tag, value in zip(METRICS, row if num_updates else (), strict=False):
+                        writer.add_scalar(f"losses/{tag}", value, global_step)
+                    bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                     bar.update(global_step - bar.n)
 
-            # 6. Evaluate and save, now and then and at the end.
+            # 6. Save and evaluate, now and then and at the end.
             last = global_step >= args.total_timesteps
-            if due(args.eval_every) or last and (args.eval_every or args.capture_video):
-                with watch.stage("evaluation"):
-                    video = run_dir / "videos" / f"step-{global_step}" if films else None
-                    eval_return = evaluate(agent.actor, args, device, video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    said = f"evaluation at step {global_step:,}: mean return {eval_return:,.1f}"
-                    bar.write(said, file=sys.stderr)
-            if due(args.checkpoint_every) or last and (args.checkpoint_every or args.save_model):
+            if due(args.checkpoint_every) or args.save_model and last:
                 with watch.stage("checkpoint"):
-                    save()
+                    save(run_dir / "checkpoint.pt", agent, global_step, replay=rb.state_dict())
+            if due(args.eval_every) or args.capture_video and last:
+                with watch.stage("evaluation"):
+                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
+                    eval_return = evaluate(agent, args, video)
+                    writer.add_scalar("charts/eval_return", eval_return, global_step)
+                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
             watch.tick(global_step - start_step)
     except KeyboardInterrupt:
-        print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(f"interrupted after {global_step:,} steps") from None
     finally:
         bar.close()
-        envs.close()
-        report = watch.report()
-        if report["warmup_seconds"] is not None:
-            writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
         writer.close()
-        (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
-        print(f"run directory: {run_dir}")
+        watch.report(run_dir / f"stages{suffix}")
     return run_dir
 
 
-def parse_args() -> Args:
-    """The command line; with --resume, a flag that is not given is what it was in that run."""
-    args = tyro.cli(Args)
-    if args.resume is None:
-        return args
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
-    return tyro.cli(Args, default=Args(**checkpoint["args"]))
-
-
-def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
-    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
-    if not isinstance(error.exc_value, OSError):
-        threading.__excepthook__(error)
-
-
 if __name__ == "__main__":
-    threading.excepthook = print_unless_raised_again
-    try:
-        main(parse_args())
-    except OSError as error:  # runs/ is read-only, the disk is full
-        fail(f"the run stops: {error}")
+    args = tyro.cli(Args)
+    if args.resume:  # flags that are not given stay as they were
+        args = tyro.cli(Args, default=Args(**load(Path(args.resume))["args"]))
+    main(args)
