@@ -123,9 +123,7 @@ def stamp(folder, write=True):
 
 def main(arguments=None, folder=Path(__file__).parent):
     """The command: 0 if every script carries the region afterwards, 1 otherwise."""
-    parser = argparse.ArgumentParser(
-        description="Keep the stopwatch identical in every script of this directory."
-    )
+    parser = argparse.ArgumentParser(description="Keep the stopwatch identical in every script.")
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--stamp", action="store_true", help="copy the region into every script")
     action.add_argument("--check", action="store_true", help="compare; exit 1 if a script differs")
