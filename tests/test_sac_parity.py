@@ -1,13 +1,13 @@
 """Baseline and variant are one algorithm: equal weights, batch and noise in, equal updates out."""
 
 import difflib
-import itertools
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from test_sac import read_scalars
 
 from leanrl import sac_continuous_action as baseline
 from leanrl import sac_continuous_action_torchcompile as variant
@@ -17,14 +17,13 @@ ACTION_SPACE = gym.spaces.Box(-1, 1, (A,), np.float32)
 OPTIMIZERS = ("q_optimizer", "actor_optimizer", "alpha_optimizer")
 
 
-def random_batch(generator: torch.Generator, device: torch.device) -> baseline.Batch:
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator).to(device)
-
-    terminated = (torch.rand(B, generator=generator) < 0.1).float().to(device)
-    return baseline.Batch(
-        normal(B, OBS), normal(B, A).tanh(), normal(B, OBS), normal(B), terminated
-    )
+def random_batch(generator: torch.Generator, device: torch.device) -> variant.Batch:
+    """B transitions, columns of one tensor as in the variant's replay buffer."""
+    rows = torch.randn(B, 2 * OBS + A + 2, generator=generator).to(device)
+    obs, actions, next_obs, rewards, terminated = rows.split((OBS, A, OBS, 1, 1), dim=1)
+    actions.tanh_()
+    terminated.copy_(terminated > 1.3)  # one in ten
+    return variant.Batch(obs, actions, next_obs, rewards.squeeze(1), terminated.squeeze(1))
 
 
 def stack_twins(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -38,13 +37,13 @@ def tensors(agent) -> dict[str, list[torch.Tensor]]:
     stacked = isinstance(agent, variant.SAC)
     twins = list if stacked else stack_twins
     state = {
-        "actor": list(agent.actor_parameters),
-        "critic": twins(agent.q_parameters),
-        "target": twins(agent.target_parameters),
+        "actor": list(agent.actor.parameters()),
+        "critic": twins(list(agent.qf.parameters())),
+        "target": twins(list(agent.qf_target.parameters())),
         "log_alpha": [agent.log_alpha],
     }
-    for name in OPTIMIZERS:
-        optimizer = getattr(agent, name)
+    for name, optimizer in zip(OPTIMIZERS, agent.optimizers, strict=True):
+        assert optimizer is getattr(agent, name)
         if stacked:
             moments = optimizer.exp_avgs, optimizer.exp_avg_sqs
         else:
@@ -75,15 +74,14 @@ def make_pair(device=CPU, updates=3):
         for mine, theirs in zip(tensors(agent).items(), tensors(reference).items(), strict=True):
             for to, source in zip(mine[1], theirs[1], strict=True):
                 to.copy_(source)
-        for name in OPTIMIZERS:
-            optimizer = getattr(agent, name)
+        for optimizer in agent.optimizers:
             for power, beta in zip(optimizer.beta_powers, optimizer.betas, strict=True):
                 power.fill_(beta**updates)
     return reference, agent
 
 
 def compile_agent(agent):
-    torch._dynamo.reset()
+    """Agents of the same shapes share what the first of the session has compiled."""
     variant.compile_agent(agent)
     return agent
 
@@ -113,28 +111,97 @@ def run_updates(reference, agent, count, tolerance, device=CPU):
     assert_same_state(reference, agent, tolerance)
 
 
-@pytest.fixture(params=["highest", "medium"])
-def precision(request):
-    """float32 matrix products through the default library, and through oneDNN as `main` has it."""
-    if request.param == "medium" and not variant.keeps_float32("medium"):
-        pytest.skip("on this processor the setting would leave float32; main does not use it")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(request.param)
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_one_update_agrees(compiled, precision):
+def test_one_update_agrees(compiled):
     reference, agent = make_pair()
     assert_same_state(reference, agent, 0.0)
     run_updates(reference, compile_agent(agent) if compiled else agent, 1, 1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 def test_a_hundred_updates_agree(compiled, float64):
     reference, agent = make_pair()
     run_updates(reference, compile_agent(agent) if compiled else agent, 100, 1e-9)
+
+
+class Smooth(gym.Env):
+    """HalfCheetah's shapes and no chaos: what two runs differ by does not grow.
+
+    Episodes of 7 steps, which are truncated and terminated in turns.
+    """
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (OBS,), np.float64)
+    action_space, episodes = ACTION_SPACE, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.episodes = 0, self.episodes + 1
+        self.state = self.np_random.normal(size=OBS)
+        return self.state, {}
+
+    def step(self, action):
+        self.steps += 1
+        self.state = 0.9 * self.state + 0.1 * np.resize(action, OBS)
+        end, odd = self.steps == 7, self.episodes % 2 == 1
+        return self.state, -float(np.square(self.state).mean()), end and odd, end and not odd, {}
+
+
+@pytest.fixture
+def smooth(tmp_path, monkeypatch):
+    """The id of `Smooth`, whose runs go to tmp_path and, if compiled, share the compiled agent."""
+    monkeypatch.chdir(tmp_path)
+    gym.register("Smooth-v0", entry_point=lambda **_: Smooth())
+    yield "Smooth-v0"
+    gym.registry.pop("Smooth-v0")
+
+
+def test_whole_iterations_agree(smooth, monkeypatch):
+    """Both `main`s with the same draws from the replay buffer: every row of metrics, every tensor.
+
+    Acting, storing, what is updated when, logging; the variant eager and compiled.
+    """
+
+    def draw(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.position)
+        return torch.randint(self.size, (B,), generator=generator)
+
+    def sample(self) -> baseline.Batch:
+        index = draw(self)
+        return baseline.Batch(*(stored[index] for stored in self.data))
+
+    def refill(self) -> None:
+        torch.index_select(self.data, 0, draw(self), out=self.rows)
+
+    monkeypatch.setattr(baseline.ReplayBuffer, "sample", sample)
+    monkeypatch.setattr(variant.ReplayBuffer, "draw", refill)
+    monkeypatch.setattr(baseline, "LOG_EVERY", 5)
+    monkeypatch.setattr(variant, "LOG_EVERY", 5)
+    flags = {"env_id": smooth, "total_timesteps": 140, "learning_starts": 100, "save_model": True}
+    flags |= {"policy_frequency": 3, "target_network_frequency": 2, "buffer_size": 130}
+    found = []
+    for module, more in (baseline, {}), (variant, {}), (variant, {"compile": True}):
+        run_dir = module.main(module.Args(**flags, **more, exp_name=str(len(found))))
+        found.append((module.load(run_dir), read_scalars(run_dir)))
+    (expected, rows), *others = found
+    assert len(rows["losses/qf_loss"]) == 8 and len(rows["charts/episodic_return"]) == 20
+    for checkpoint, its_rows in others:
+        assert its_rows.keys() == rows.keys()
+        for tag in (tag for tag in rows if not tag.startswith("charts/S")):
+            np.testing.assert_allclose(its_rows[tag], rows[tag], rtol=1e-4, atol=1e-4)
+        for part in ("actor", "qf", "qf_target", "log_alpha"):
+            theirs, mine = (
+                [x for name, x in each["agent"].items() if name.partition(".")[0] == part]
+                for each in (expected, checkpoint)
+            )
+            theirs = stack_twins(theirs) if part.startswith("qf") else theirs
+            for x, y in zip(theirs, mine, strict=True):
+                error = (x - y).abs()  # where a gradient is 0, Adam makes much of its last bit
+                assert error.mean() < 1e-5 and error.max() < 1e-3, part
+        columns = torch.cat([x.reshape(130, -1) for x in expected["replay"]["data"]], dim=1)
+        torch.testing.assert_close(columns, checkpoint["replay"]["data"], rtol=0, atol=1e-4)
+        assert checkpoint["replay"]["position"] == expected["replay"]["position"] == 10
 
 
 def test_fixed_temperature_stays():
@@ -147,7 +214,7 @@ def test_fixed_temperature_stays():
 
 def test_actions_agree():
     reference, agent = make_pair()
-    obs, noise = torch.randn(3, OBS), torch.randn(3, A)
+    obs, noise = torch.randn(1, OBS), torch.randn(1, A)
     expected = reference.act(obs, noise)
     torch.testing.assert_close(expected, agent.act(obs, noise), atol=1e-6, rtol=0)
     torch.testing.assert_close(expected, compile_agent(agent).act(obs, noise), atol=1e-6, rtol=0)
@@ -191,7 +258,8 @@ def transitions(count, num_envs, seed=0):
 
 @pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])
 def test_replay_returns_what_was_stored(script):
-    rb = script.ReplayBuffer(50, 4, OBS, A, B, CPU)  # 48 rows, filled 1.25 times
+    args = script.Args(buffer_size=50, num_envs=4, batch_size=B)  # 48 rows, filled 1.25 times
+    rb = script.ReplayBuffer(args, OBS, A, CPU)
     stored = {}
     for i, step in enumerate(transitions(15, 4)):
         rb.add(*step)
@@ -207,12 +275,21 @@ def test_replay_returns_what_was_stored(script):
                 np.testing.assert_array_equal(part[row].numpy(), value)
             seen.add(batch.rewards[row].item())
     assert len(seen) == 48
+    other = script.ReplayBuffer(args, OBS, A, CPU)
+    other.load_state_dict(rb.state_dict())
+    for step in transitions(3, 4, seed=1):
+        rb.add(*step)
+        other.add(*step)
+    torch.manual_seed(0)
+    expected = rb.sample().obs.clone()
+    torch.manual_seed(0)
+    assert torch.equal(other.sample().obs, expected)
 
 
 @pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])
 def test_replay_samples_uniformly_while_it_grows(script):
     torch.manual_seed(0)
-    rb = script.ReplayBuffer(1000, 1, OBS, A, B, CPU)
+    rb = script.ReplayBuffer(script.Args(buffer_size=1000, batch_size=B), OBS, A, CPU)
     steps = list(transitions(40, 1))
     for size in (10, 40):  # the size must not freeze at the first draw
         for i, step in enumerate(steps[size - 30 if size == 40 else 0 : size]):
@@ -227,7 +304,7 @@ def test_replay_samples_uniformly_while_it_grows(script):
 @pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])
 def test_replay_memory(script):
     """1 M transitions of HalfCheetah: at most 170 MB, float32, no second copy."""
-    rb = script.ReplayBuffer(1_000_000, 1, OBS, A, B, CPU)
+    rb = script.ReplayBuffer(script.Args(), OBS, A, CPU)
     storages = {}
     for value in vars(rb).values():
         for tensor in value if isinstance(value, tuple) else [value]:
@@ -237,25 +314,19 @@ def test_replay_memory(script):
 
 
 def test_no_graph_break_and_no_recompilation():
-    """One graph per function, and nothing compiles again after each has been called once."""
-    agent = make_pair()[1]
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compile_agent(agent)  # fullgraph=True: a graph break is an error
-    rb = variant.ReplayBuffer(1000, 1, OBS, A, B, CPU)
-    steps = transitions(400, 1)
+    """One graph per method, and nothing compiles again after each has been called once."""
+    agent = compile_agent(make_pair()[1])  # fullgraph=True: a graph break is an error
+    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, CPU)
     counts = []
-    for step in itertools.islice(steps, 60):
+    for step in transitions(60, 1):
         rb.add(*step)
         batch = rb.sample()
         agent.update_critic(batch, torch.randn_like(batch.actions))
         agent.update_actor(batch.obs, torch.randn_like(batch.actions))
         agent.update_target()
         agent.act(torch.randn(1, OBS), torch.randn(1, A))
-        counters = torch._dynamo.utils.counters
-        counts.append((counters["stats"]["unique_graphs"], len(counters["graph_break"])))
-    assert counts[0] == (3, 0), counts[0]
-    assert counts[-1] == counts[0], "compiled again after the first call"
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] >= 3 and counts[-1] == counts[0], counts
 
 
 def assert_hunks_are_marked(baseline, variant):
@@ -301,7 +372,7 @@ def test_graphed_updates_agree_with_eager(compiled):
 def test_graphed_draws_differ_and_cover_a_growing_buffer():
     from tensordict.nn import CudaGraphModule
 
-    rb = variant.ReplayBuffer(1000, 1, OBS, A, B, torch.device("cuda"))
+    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, torch.device("cuda"))
     rb.draw = CudaGraphModule(rb.draw, warmup=3)
     batches = []
     for i, step in enumerate(transitions(500, 1)):
