@@ -2,10 +2,7 @@
 
     python leanrl/ppo_continuous_action.py                          # HalfCheetah-v5, 1 M steps
     python leanrl/ppo_continuous_action.py --env-id InvertedPendulum-v5 --total-timesteps 100000
-    python leanrl/ppo_continuous_action.py --num-envs 8 --num-steps 256   # the same batch of 2,048
-    python leanrl/ppo_continuous_action.py --checkpoint-every 100000 --eval-every 100000
     python leanrl/ppo_continuous_action.py --resume runs/RUN        # go on from its checkpoint.pt
-    python leanrl/ppo_continuous_action.py --help                   # every flag
 
 Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.06347), with CleanRL's
 defaults: rollouts of 2,048 steps, generalized advantage estimation (arXiv:1506.02438), 10 epochs of
@@ -13,111 +10,66 @@ defaults: rollouts of 2,048 steps, generalized advantage estimation (arXiv:1506.
 running statistics, one set per environment. Other than in CleanRL, a truncated episode bootstraps
 from the value of its final observation; a terminated one does not bootstrap.
 
-Its twin ppo_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`, so
-`diff` shows what each trick costs in code.
-
-Measured (plots/results/): 1,210 steps/s on 2 cores of an AMD EPYC (AVX2), where Stable-Baselines3
-makes 931. On a GPU: not measured.
-
-Shapes: T steps of a rollout, N environments, B batch, O observation, A action. A run writes
-runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files and stages.json, and
-where asked for with checkpoint.pt and videos/.
+Its twin ppo_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`.
+Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
 
-import importlib.util
 import json
 import math
 import os
-import random
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-import warnings
-import zipfile
 from dataclasses import asdict, dataclass
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn as nn
 import tqdm
 import tyro
+from gymnasium.spaces import Box
+from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """name of this experiment, part of the run directory's name"""
-    seed: int = 1
-    """seed of the environments and of every random generator"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
-    cuda: bool = True
-    """train on CUDA where there is a device"""
-    track: bool = False
-    """also send the run to Weights & Biases"""
-    wandb_project_name: str = "leanRL"
-    """the wandb project"""
-    wandb_entity: str | None = None
-    """the wandb team"""
-    capture_video: bool = False
-    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
-    save_model: bool = False
-    """write checkpoint.pt at the end of the run"""
-    checkpoint_every: int = 0
-    """also write it every so many environment steps; 0: never"""
-    resume: str | None = None
-    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
-    eval_every: int = 0
-    """evaluate every so many environment steps, and at the end; 0: never"""
-    eval_episodes: int = 10
-    """episodes per evaluation, each in an environment of its own"""
-    stopwatch: Literal["off", "time", "trace"] = "time"
-    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run directory's name
+    seed: int = 1  # seed of the environments and of every random generator
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = True  # train on CUDA where there is a device
+    track: bool = False  # also send the run to Weights & Biases
+    wandb_project_name: str = "leanRL"  # the wandb project
+    wandb_entity: str | None = None  # the wandb team
+    capture_video: bool = False  # film an episode of each evaluation; there is one at the end
+    save_model: bool = False  # write checkpoint.pt at the end of the run, unless it is interrupted
+    checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
+    resume: str | None = None  # go on with this run directory; flags that are not given stay
+    eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
+    eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
+    stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
-    env_id: str = "HalfCheetah-v5"
-    """id of the Gymnasium environment"""
-    total_timesteps: int = 1_000_000
-    """environment steps of the whole run, over all environments; rounded down to whole rollouts"""
-    learning_rate: float = 3e-4
-    """learning rate of the optimizer, at first"""
-    anneal_lr: bool = True
-    """lower the learning rate from rollout to rollout, linearly to zero at the end of the run"""
-    num_envs: int = 1
-    """environments stepped side by side"""
-    num_steps: int = 2048
-    """steps of a rollout in each environment"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 32
-    """minibatches per epoch"""
-    update_epochs: int = 10
-    """passes over a rollout"""
-    norm_adv: bool = True
-    """normalize the advantages of each minibatch"""
-    clip_coef: float = 0.2
-    """how far the ratio of new to old probabilities may go from 1 before its gradient ends"""
-    clip_vloss: bool = True
-    """clip the change of the value in the same way"""
-    ent_coef: float = 0.0
-    """weight of the entropy in the loss"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """longest gradient; longer ones are scaled down to it"""
-    target_kl: float | None = None
-    """end the epochs when the policy has gone so far, in KL divergence, from the old one"""
+    env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
+    total_timesteps: int = 1_000_000  # environment steps of the whole run, in whole rollouts
+    num_envs: int = 1  # environments stepped side by side
+    num_steps: int = 2048  # steps of a rollout in each environment
+    learning_rate: float = 3e-4  # learning rate of the optimizer, at first
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 32  # minibatches per epoch
+    update_epochs: int = 10  # passes over a rollout
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.2  # how far the ratio of new to old probabilities may go from 1
+    clip_vloss: bool = True  # clip the change of the value in the same way
+    ent_coef: float = 0.0  # weight of the entropy in the loss
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
+    target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
 
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
@@ -198,7 +150,7 @@ class Stopwatch:
         self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
         self._begin_window()
         while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
             self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
             if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
@@ -262,214 +214,75 @@ class Stopwatch:
 # <<< stopwatch <<<
 
 
-def fail(message: str) -> None:
-    """Ends the program with a one-line error and exit status 2, as argument errors do."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+SCRIPT = Path(__file__).name
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+KL = METRICS.index("approx_kl")
+STATISTICS = [(rms, x) for rms in ("obs_rms", "return_rms") for x in ("mean", "var", "count")]
+STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
 def check_args(args: Args) -> None:
-    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
-    for name in (
-        "total_timesteps",
-        "num_envs",
-        "num_steps",
-        "num_minibatches",
-        "update_epochs",
-        "max_grad_norm",
-        "eval_episodes",
-    ):
-        if getattr(args, name) <= 0:
-            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    for name in ("checkpoint_every", "eval_every"):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches:
-        fail(
-            f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {batch_size} steps "
-            f"cannot be divided into --num-minibatches {args.num_minibatches}"
-        )
-    if batch_size == args.num_minibatches and args.norm_adv:
-        fail("minibatches of one step have no deviation to normalize by: --no-norm-adv")
-    if args.total_timesteps < batch_size:
-        fail(f"--total-timesteps {args.total_timesteps} is less than a rollout of {batch_size}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs wandb: pip install -r requirements/wandb.txt")
-    if args.capture_video and importlib.util.find_spec("moviepy") is None:
-        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
+    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
+    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
+    may_be_zero += ("ent_coef", "vf_coef")
+    numbers = {name: x for name, x in asdict(args).items() if type(x) in (int, float)}
+    for name, x in numbers.items():
+        if not (0 < x < 1e12 or x == 0 and name in may_be_zero):
+            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
+    rollout = args.num_envs * args.num_steps
+    if args.total_timesteps < rollout:
+        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
+    if rollout % args.num_minibatches or rollout == args.num_minibatches:
+        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
 
 
-class Repeatable(gym.Wrapper):
-    """An environment that a checkpoint can bring back, whatever simulates it.
-
-    A simulator's state is nowhere to be had in general, but an episode repeats itself from the same
-    random state through the same actions.
-    """
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        self.origin = self.np_random.bit_generator.state if seed is None else seed
-        self.actions = []
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action: np.ndarray) -> tuple:
-        self.actions.append(action)
-        return self.env.step(action)
-
-    def state_dict(self) -> dict:
-        """How the episode started, and its actions so far (T, A)."""
-        return {"origin": self.origin, "actions": torch.from_numpy(np.array(self.actions))}
-
-    def repeat(self, state: dict) -> np.ndarray:
-        """Goes through the episode of `state` again -> its last observation (O,)."""
-        if isinstance(state["origin"], int):
-            obs, _ = self.reset(seed=state["origin"])
-        else:
-            self.np_random.bit_generator.state = state["origin"]
-            obs, _ = self.reset()
-        for action in state["actions"].numpy():
-            obs = self.step(action)[0]
-        return obs
-
-
-def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
-    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`).
-
-    The first episode of the first one becomes `video`-episode-0.mp4, if that is given.
-    """
+def make_envs(
+    env_id: str, num_envs: int, gamma: float | None = None, video: Path | None = None
+) -> gym.vector.VectorEnv:
+    """N environments that reset in the step that ends an episode; `video` films the first one."""
 
     def make_env(index: int) -> gym.Env:
-        if video is None or index > 0:
-            env = gym.make(env_id)
-        else:
-            env = gym.make(env_id, render_mode="rgb_array")
-            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # of other names
-            env = gym.wrappers.RecordVideo(
-                env, str(video.parent), name_prefix=video.name, episode_trigger=lambda i: i == 0
-            )
-        return Repeatable(gym.wrappers.RecordEpisodeStatistics(env))
+        films = video is not None and index == 0
+        env = gym.make(env_id, render_mode="rgb_array" if films else None)
+        if not isinstance(env.action_space, Box) or len(env.observation_space.shape or ()) != 1:
+            raise SystemExit("--env-id: PPO needs flat observations and continuous actions")
+        if films:
+            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(env))
+        if gamma is not None:  # evaluation normalizes by what all environments have shown
+            env = gym.wrappers.NormalizeObservation(env)
+            env = gym.wrappers.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), None)
+            env = gym.wrappers.NormalizeReward(env, gamma)
+            env = gym.wrappers.TransformReward(env, lambda reward: np.clip(reward, -10, 10))
+        return env
 
-    try:
-        envs = gym.vector.SyncVectorEnv(
-            [partial(make_env, i) for i in range(num_envs)],
-            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-        )
-    except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
-        fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Box):
-        fail(f"PPO with a Gaussian policy needs continuous actions; {env_id} has {action_space}")
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
-        fail(f"PPO with an MLP needs flat observations; {env_id} has {obs_space}")
-    return envs
+    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
-def run_config(args: Args, device: torch.device) -> dict:
-    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
-
-    def output(*command: str) -> str | None:
-        try:
-            return subprocess.check_output(
-                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
-            ).strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
-    gpu, driver = None, None
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "args": asdict(args),
-        "command": " ".join(sys.argv),
-        "git_commit": output(
-            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-        ),
-        "cpu": {
-            "model": model[1] if model else None,
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-        },
-        "gpu": gpu,
-        "gpu_driver": driver,
-        "load_average": os.getloadavg(),
-        "python": sys.version.split()[0],
-        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
-    }
+def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
+    """What normalization has learned, a row per environment: for checkpoints and evaluation."""
+    found = {"discounted_reward": envs.get_attr("discounted_reward")}
+    for kind, name in STATISTICS:
+        found[f"{kind}_{name}"] = [getattr(rms, name) for rms in envs.get_attr(kind)]
+    return {name: torch.as_tensor(np.array(rows)) for name, rows in found.items()}
 
 
-class RunningMeanStd:
-    """Mean and variance of all that each of N environments has shown, as Gymnasium keeps them."""
-
-    def __init__(self, num_envs: int, *shape: int):
-        self.mean, self.var = np.zeros((num_envs, *shape)), np.ones((num_envs, *shape))
-        self.count = np.full((num_envs, *(1 for _ in shape)), 1e-4)
-
-    def update(self, x: np.ndarray, envs: np.ndarray | slice = slice(None)) -> None:
-        """Takes in one value for each of `envs`: x (n, *shape)."""
-        count, delta = self.count[envs], x - self.mean[envs]
-        total = count + 1
-        step = delta / total
-        self.mean[envs] += step
-        self.var[envs] = (self.var[envs] + step * delta) * (count / total)
-        self.count[envs] = total
+def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
+    """Puts back what `get_statistics` has returned."""
+    envs.set_attr("discounted_reward", list(statistics["discounted_reward"].numpy()))
+    for kind, name in STATISTICS:
+        for rms, row in zip(envs.get_attr(kind), statistics[f"{kind}_{name}"], strict=True):
+            setattr(rms, name, row.numpy())
 
 
-class Normalizer:
-    """Brings observations and rewards to unit scale by what each environment has shown so far.
-
-    Rewards are divided by the deviation of their discounted sum, which a truncation does not end.
-    """
-
-    def __init__(self, num_envs: int, obs_dim: int, gamma: float):
-        self.obs_stats = RunningMeanStd(num_envs, obs_dim)
-        self.return_stats = RunningMeanStd(num_envs)
-        self.returns, self.gamma = np.zeros(num_envs), gamma
-
-    def observe(self, obs: np.ndarray, envs: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Takes in and normalizes one observation for each of `envs`: (n, O) -> (n, O) float32."""
-        self.obs_stats.update(obs, envs)
-        return self.scale(obs, self.obs_stats.mean[envs], self.obs_stats.var[envs])
-
-    def observe_frozen(self, obs: np.ndarray) -> np.ndarray:
-        """Normalizes (n, O) by the statistics of all environments together, and learns nothing."""
-        mean = self.obs_stats.mean.mean(axis=0)
-        var = (self.obs_stats.var + self.obs_stats.mean**2).mean(axis=0) - mean**2
-        return self.scale(obs, mean, var)
-
-    def reward(self, rewards: np.ndarray, terminated: np.ndarray) -> np.ndarray:
-        """Takes in and normalizes the rewards of a step (N,)."""
-        self.returns = self.returns * self.gamma * (1 - terminated) + rewards
-        self.return_stats.update(self.returns)
-        return np.clip(rewards / np.sqrt(self.return_stats.var + 1e-8), -10, 10)
-
-    @staticmethod
-    def scale(obs: np.ndarray, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
-        scaled = (obs - mean) / np.sqrt(var + 1e-8)
-        return np.minimum(np.maximum(scaled, -10), 10).astype(np.float32)
-
-    def state_dict(self) -> dict:
-        arrays = {f"obs_{name}": array for name, array in vars(self.obs_stats).items()}
-        arrays |= {f"return_{name}": array for name, array in vars(self.return_stats).items()}
-        arrays["discounted_returns"] = self.returns
-        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-
-    def load_state_dict(self, state: dict) -> None:
-        for name in ("mean", "var", "count"):
-            getattr(self.obs_stats, name)[:] = state[f"obs_{name}"].numpy()
-            getattr(self.return_stats, name)[:] = state[f"return_{name}"].numpy()
-        self.returns = state["discounted_returns"].numpy().copy()
-
-
-def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights, no bias."""
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64; weights are orthogonal at first, `gain` scales the last layer's."""
+    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
+    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 class ActorCritic(nn.Module):
@@ -477,23 +290,11 @@ class ActorCritic(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int):
         super().__init__()
-        self.critic = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 1), gain=1.0),
-        )
-        self.actor_mean = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, action_dim), gain=0.01),
-        )
+        self.critic = mlp(obs_dim, 1, gain=1.0)
+        self.actor_mean = mlp(obs_dim, action_dim, gain=0.01)
         self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
         return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
 
@@ -501,45 +302,35 @@ class ActorCritic(nn.Module):
 class Batch(NamedTuple):
     """B steps of a rollout, float32; log_probs and values as they were when it was made."""
 
-    obs: torch.Tensor  # (B, O)
-    actions: torch.Tensor  # (B, A)
-    log_probs: torch.Tensor  # (B,)
-    values: torch.Tensor  # (B,)
-    advantages: torch.Tensor  # (B,)
-    returns: torch.Tensor  # (B,)
+    obs: Tensor  # (B, O)
+    actions: Tensor  # (B, A)
+    log_probs: Tensor  # (B,)
+    values: Tensor  # (B,)
+    advantages: Tensor  # (B,)
+    returns: Tensor  # (B,)
 
 
 class Rollout:
-    """T steps of N environments on `device`."""
+    """T steps of N environments on `device`: (T, N, O), (T, N, A) and otherwise (T, N)."""
 
-    def __init__(
-        self, steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device
-    ):
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.zeros(steps, num_envs, *shape, device=device)
-
-        self.obs, self.actions = empty(obs_dim), empty(action_dim)
-        self.log_probs, self.values, self.rewards = empty(), empty(), empty()
-        self.ended = empty()  # 1 where the step ended an episode, of either kind
-        self.final_values = empty()  # of the final observation of a truncated episode; otherwise 0
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        shape = args.num_steps, args.num_envs
+        self.obs = torch.zeros(*shape, obs_dim, device=device)
+        self.actions = torch.zeros(*shape, action_dim, device=device)
+        self.log_probs, self.values, self.rewards = torch.zeros(3, *shape, device=device)
+        # 1 where an episode ended; there, the value of its last observation, 0 if it terminated
+        self.ended, self.final_values = torch.zeros(2, *shape, device=device)
 
 
-def gaussian_log_prob(
-    actions: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor
-) -> torch.Tensor:
+def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
     z = (actions - mean) * (-log_std).exp()
     return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
 def compute_gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    next_values: torch.Tensor,
-    ended: torch.Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> torch.Tensor:
+    rewards: Tensor, values: Tensor, next_values: Tensor, ended: Tensor, gamma: float, lam: float
+) -> Tensor:
     """Generalized advantage estimation (arXiv:1506.02438, equation 16) -> advantages (T, N).
 
     All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
@@ -548,35 +339,28 @@ def compute_gae(
     deltas = rewards + gamma * next_values - values
     advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + gamma * gae_lambda * (1 - ended[t]) * advantage
+        advantage = deltas[t] + gamma * lam * (1 - ended[t]) * advantage
         advantages[t] = advantage
     return advantages
 
 
-def policy_loss(
-    log_ratios: torch.Tensor, advantages: torch.Tensor, clip_coef: float
-) -> torch.Tensor:
+def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     return -torch.min(advantages * ratios, advantages * clipped).mean()
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_coef: float | None
-) -> torch.Tensor:
+def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
-    errors = (values - returns).square()
+    errors = (values - batch.returns).square()
     if clip_coef is not None:
-        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - returns).square())
+        clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (clipped - batch.returns).square())
     return 0.5 * errors.mean()
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-
-
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
     """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
     mean, log_std, values = model(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
@@ -584,8 +368,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    clip_coef = args.clip_coef if args.clip_vloss else None
-    of_value = value_loss(values, batch.values, batch.returns, clip_coef)
+    of_value = value_loss(values, batch, args.clip_coef if args.clip_vloss else None)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
@@ -595,425 +378,243 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor
         return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
 
 
-class PPO:
+class PPO(nn.Module):
     """Network, optimizer and gradient steps, which return their metrics as one tensor."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
         self.args = args
         self.model = ActorCritic(obs_dim, action_dim).to(device)
-        self.parameters = list(self.model.parameters())
-        self.optimizer = Adam(self.parameters, lr=args.learning_rate, eps=1e-5, fused=True)
+        self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+        self.optimizers = (self.optimizer,)
 
-    def state_dict(self) -> dict:
-        """Everything that updates change."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]})
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-
-    def act(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (N, O), normal noise (N, A) -> actions (N, A), log_probs (N,), values (N,)."""
         with torch.no_grad():
             mean, log_std, values = self.model(obs)
             actions = mean + log_std.exp() * noise
             return actions, gaussian_log_prob(actions, mean, log_std), values
 
-    def value(self, obs: torch.Tensor) -> torch.Tensor:
-        """obs (N, O) -> values (N,)."""
+    def value(self, obs: Tensor) -> Tensor:
+        """obs (..., O) -> values (...)."""
         with torch.no_grad():
-            return self.model(obs)[2]
+            return self.model.critic(obs).squeeze(-1)
 
-    def prepare(self, rollout: Rollout, next_values: torch.Tensor) -> Batch:
+    def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
         """A rollout and the values of what follows it (N,) -> B = T N steps to learn from."""
         with torch.no_grad():
-            following = torch.cat([rollout.values[1:], next_values[None]])
-            following = torch.where(rollout.ended.bool(), rollout.final_values, following)
-            advantages = compute_gae(
-                rollout.rewards,
-                rollout.values,
-                following,
-                rollout.ended,
-                self.args.gamma,
-                self.args.gae_lambda,
-            )
-            columns = (rollout.log_probs, rollout.values, advantages, advantages + rollout.values)
-            columns = rollout.obs, rollout.actions, *columns
+            obs, actions, log_probs, values, rewards, ended, final_values = vars(rollout).values()
+            following = torch.cat([values[1:], next_values[None]])
+            following = torch.where(ended.bool(), final_values, following)
+            discounts = self.args.gamma, self.args.gae_lambda
+            advantages = compute_gae(rewards, values, following, ended, *discounts)
+            columns = obs, actions, log_probs, values, advantages, advantages + values
             return Batch(*(column.flatten(0, 1) for column in columns))
 
-    def update(self, batch: Batch) -> torch.Tensor:
-        """One gradient step -> METRICS (6,)."""
-        loss, metrics = ppo_loss(self.model, batch, self.args)
+    def update(self, batch: Batch, index: Tensor) -> Tensor:
+        """One gradient step on the steps of `batch` in index -> METRICS (6,)."""
+        minibatch = Batch(*(column[index] for column in batch))
+        loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
+        nn.utils.clip_grad_norm_(self.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         return metrics
 
-    def learn(self, batch: Batch, permutations: torch.Tensor) -> torch.Tensor:
-        """Epochs of minibatches in the order of permutations (E, B) -> the last METRICS (6,)."""
-        for index in permutations.view(-1, permutations.shape[1] // self.args.num_minibatches):
-            metrics = self.update(Batch(*(column[index] for column in batch)))
-        return metrics
+    def learn(self, batch: Batch, order: Tensor) -> Tensor:
+        """An epoch of minibatches in the order of a permutation (B,) -> METRICS of each (M, 6)."""
+        indices = order.view(self.args.num_minibatches, -1)
+        return torch.stack([self.update(batch, index) for index in indices])
 
 
-def track(args: Args, run_dir: Path, config: dict) -> None:
-    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
-    import wandb
-
-    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
-    try:
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            id=run_dir.name,
-            resume="allow",
-            config=config,
-            sync_tensorboard=True,
-        )
-        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
-    except wandb.Error as error:  # no network, no login
-        reason = " ".join(str(error).split())
-        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
-
-
-def evaluate(
-    model: ActorCritic, normalizer: Normalizer, args: Args, device: torch.device, video: Path | None
-) -> float:
-    """Mean return of K episodes, side by side, in which the policy acts without noise.
-
-    They start from the same K states every time. Training notices nothing: the environments are
-    new, the statistics frozen and no shared random generator is used.
-    """
-    envs = make_envs(args.env_id, args.eval_episodes, video)
-    low, high = envs.single_action_space.low, envs.single_action_space.high
+def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path | None) -> float:
+    """Mean return of K episodes from always the same starts, acting without noise."""
+    envs = make_envs(args.env_id, args.eval_episodes, video=video)
+    means, variances = statistics["obs_rms_mean"], statistics["obs_rms_var"]  # per environment
+    mean, std = means.mean(0), (variances.mean(0) + means.var(0, correction=0) + 1e-8).sqrt()
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + EVAL_SEED)
-    while running.any():
-        obs_tensor = torch.from_numpy(normalizer.observe_frozen(obs)).to(device)
+    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    for _ in range(50_000):  # an episode without end counts with its return so far
+        inputs = ((torch.as_tensor(obs) - mean) / std).clamp(-10, 10)
         with torch.no_grad():
-            actions = model.actor_mean(obs_tensor).cpu().numpy()
-        obs, _, _, _, infos = envs.step(np.clip(actions, low, high))
-        if "final_info" in infos:
-            ended = running & infos["_final_info"]
-            returns[ended] = infos["final_info"]["episode"]["r"][ended]
-            running &= ~ended
+            actions = agent.model.actor_mean(inputs.to(agent.model.actor_logstd))
+        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        returns += running * rewards
+        running &= ~(terminated | truncated)
+        if not running.any():
+            break
     envs.close()
     return float(returns.mean())
 
 
-def can_render(env_id: str) -> bool:
-    """Whether this machine can draw the environment; a warning says why not."""
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo; osmesa would draw on the CPU
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    try:
-        env = gym.make(env_id, render_mode="rgb_array")
-        env.reset()
-        env.render()
-        env.close()
-        return True
-    except Exception as error:  # of whatever kind: every simulator has its own
-        reason = " ".join(str(error).split())
-        print(f"warning: no video, {env_id} cannot be rendered here: {reason}", file=sys.stderr)
-        return False
+def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
+    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
+    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
+    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
+    checkpoint["agent"] = agent.state_dict()
+    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    with path.with_suffix(".partial").open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".partial").replace(path)
 
 
-def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
-    """The states of all random generators but the environments'."""
-    name, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "action_space": action_space.np_random.bit_generator.state,
-    }
-
-
-def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    action_space.np_random.bit_generator.state = states["action_space"]
-
-
-def repeat_episodes(envs: gym.vector.SyncVectorEnv, checkpoint: dict, seed: int) -> np.ndarray:
-    """Brings the environments to where the checkpoint left them -> observations (N, O).
-
-    One that does not repeat itself starts a fresh episode, and a warning says so.
-    """
-    obs, fresh = checkpoint["obs"].numpy().copy(), 0
-    for i, env in enumerate(envs.envs):
-        if not np.array_equal(env.repeat(checkpoint["envs"][i]), obs[i]):
-            obs[i], _ = env.reset(seed=seed + i)
-            fresh += 1
-    if fresh:
-        print(
-            f"warning: {checkpoint['env_id']} does not repeat itself: "
-            f"{fresh} of {len(obs)} environments start a fresh episode",
-            file=sys.stderr,
-        )
-    return obs
-
-
-def save_checkpoint(path: Path, checkpoint: dict) -> int:
-    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
-    partial_path = path.with_suffix(".partial")
-    try:
-        with partial_path.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial_path.replace(path)
-    except BaseException:
-        partial_path.unlink(missing_ok=True)
-        raise
-    return path.stat().st_size
-
-
-def load_checkpoint(path: Path) -> dict:
-    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            whole = file.testzip() is None  # torch.load does not notice a flipped bit
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
-    except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}")
-    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
-        checkpoint = None
-    if not isinstance(checkpoint, dict):
-        fail(f"{path} is damaged or was never a checkpoint")
-    if checkpoint.get("script") != SCRIPT:
-        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+def load(run_dir: Path) -> dict:
+    """The checkpoint of a run, its tensors on the CPU."""
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if checkpoint["script"] != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
+        raise SystemExit(f"--resume: {run_dir} is no run of this version of {SCRIPT}")
     return checkpoint
-
-
-def resumed_dir(args: Args) -> Path:
-    """The run directory that --resume names, by itself or by the checkpoint in it."""
-    return Path(args.resume.removesuffix(CHECKPOINT))
-
-
-SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
-EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
-KL = METRICS.index("approx_kl")
-STEADY_AFTER = 3  # rollouts, then compilation and capture are over
 
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
     check_args(args)
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
-    start_step = checkpoint["global_step"] if checkpoint else 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+            signal.signal(number, signal.default_int_handler)
+    checkpoint = load(Path(args.resume)) if args.resume else None
+    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
     batch_size = args.num_envs * args.num_steps
     total_timesteps = args.total_timesteps // batch_size * batch_size
-    watch = Stopwatch(
-        device, args.stopwatch, STEADY_AFTER * batch_size, trace_after=3, trace_iterations=1
-    )
-    random.seed(args.seed)
-    np.random.seed(args.seed)
+    if start_step >= total_timesteps:
+        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    warmup_steps = STEADY_AFTER * batch_size
+    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
 
-    envs = make_envs(args.env_id, args.num_envs)
-    envs.action_space.seed(args.seed)
-    low, high = envs.single_action_space.low, envs.single_action_space.high
+    envs = make_envs(args.env_id, args.num_envs, args.gamma)
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
-    normalizer = Normalizer(args.num_envs, obs_dim, args.gamma)
-    rollout = Rollout(args.num_steps, args.num_envs, obs_dim, action_dim, device)
+    rollout, episodic_return = Rollout(args, obs_dim, action_dim, device), math.nan
 
-    kind = {"script": SCRIPT, "env_id": args.env_id, "obs_dim": obs_dim, "action_dim": action_dim}
-    kind |= {"num_envs": args.num_envs}
-    raw_obs, _ = envs.reset(seed=args.seed)
-    global_step, episodic_return = start_step, None
     if checkpoint:
-        for name, mine in kind.items():
-            if checkpoint[name] != mine:
-                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
-        try:
-            agent.load_state_dict(checkpoint["agent"])
-        except RuntimeError as error:  # networks of another shape: it names both
-            fail(f"{args.resume}: {' '.join(str(error).split())}")
-        normalizer.load_state_dict(checkpoint["normalizer"])
-        raw_obs = repeat_episodes(envs, checkpoint, args.seed + start_step)
-        obs = checkpoint["normalized_obs"].numpy()
-        fresh = (raw_obs != checkpoint["obs"].numpy()).any(axis=1)
-        obs[fresh] = normalizer.observe(raw_obs[fresh], fresh)
-        set_rng_states(checkpoint["rng"], envs.action_space, device)
-    else:
-        obs = normalizer.observe(raw_obs)
+        agent.load_state_dict(checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        set_statistics(envs, checkpoint["statistics"])
+        torch.set_rng_state(checkpoint["generators"][0])
+        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
+        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
+    obs, _ = envs.reset(seed=args.seed + start_step)
 
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
-    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
-    config = run_config(args, device)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
+    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
+    config = {"args": asdict(args), "command": " ".join(sys.argv)}
+    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
+    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
     (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    films = args.capture_video and can_render(args.env_id)
     if args.track:
-        track(args, run_dir, config)
-    # rows that the run wrote after its checkpoint come again: readers drop the first ones
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
     writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
     bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
 
     def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many environment steps; 0: never."""
-        return every > 0 and global_step % every < batch_size
-
-    def save() -> None:
-        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
-        begin = time.perf_counter()
-        writer.flush()
-        state = kind | {
-            "args": asdict(args),
-            "global_step": global_step,
-            "agent": agent.state_dict(),
-            "normalizer": normalizer.state_dict(),
-            "envs": [env.state_dict() for env in envs.envs],
-            "obs": torch.from_numpy(raw_obs),
-            "normalized_obs": torch.from_numpy(obs),
-            "rng": get_rng_states(envs.action_space, device),
-        }
-        try:
-            size = save_checkpoint(run_dir / CHECKPOINT, state)
-            seconds = time.perf_counter() - begin
-            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
-        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
-        bar.write(said, file=sys.stderr)
+        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
+        last = global_step >= total_timesteps
+        return every > 0 and (last or global_step % every < batch_size)
 
     try:
         while global_step < total_timesteps:
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - global_step / total_timesteps
-            agent.set_learning_rate(learning_rate)
+            share_done = global_step / total_timesteps if args.anneal_lr else 0
+            learning_rate = args.learning_rate * (1 - share_done)
+            agent.optimizer.param_groups[0]["lr"] = learning_rate
 
             # 1. Roll out: T steps with the policy as it is.
             noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
             for t in range(args.num_steps):
                 with watch.stage("inference"):
-                    obs_tensor = torch.from_numpy(obs).to(device, non_blocking=True)
-                    actions, log_probs, values = agent.act(obs_tensor, noise[t])
-                    clipped = np.clip(actions.cpu().numpy(), low, high)
+                    inputs = torch.as_tensor(obs, dtype=torch.float32).to(device, non_blocking=True)
+                    sample = agent.act(inputs, noise[t])
+                    actions = sample[0].cpu().numpy()
                 with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = envs.step(clipped)
+                    next_obs, rewards, terminated, truncated, infos = envs.step(actions)
 
-                # Where an episode ended, next_obs is already the next episode's first.
                 with watch.stage("replay"):
-                    ended, last_obs = terminated | truncated, next_obs
-                    if "final_obs" in infos:
-                        last_obs = next_obs.copy()
-                        for i in np.flatnonzero(ended):
-                            last_obs[i] = infos["final_obs"][i]
-                    rollout.obs[t], rollout.actions[t] = obs_tensor, actions
-                    rollout.log_probs[t], rollout.values[t] = log_probs, values
-                    rewards = normalizer.reward(rewards, terminated)
-                    rollout.rewards[t] = torch.as_tensor(rewards, dtype=torch.float32)
+                    ended = terminated | truncated
+                    rollout.obs[t] = inputs
+                    rollout.actions[t], rollout.log_probs[t], rollout.values[t] = sample
+                    rollout.rewards[t] = torch.as_tensor(rewards)
                     rollout.ended[t] = torch.as_tensor(ended)
-                    raw_obs, obs = next_obs, normalizer.observe(last_obs)
-                    if ended.any():
-                        final_values = agent.value(torch.from_numpy(obs).to(device))
-                        only_truncated = torch.as_tensor(~terminated & truncated).to(device)
-                        rollout.final_values[t] = final_values * only_truncated
-                        obs[ended] = normalizer.observe(next_obs[ended], ended)
+                    obs = next_obs
                 global_step += args.num_envs
+                # Where an episode ended, next_obs is already the next episode's first.
+                for i in ended.nonzero()[0]:
+                    with watch.stage("inference"):
+                        final_value = agent.value(torch.as_tensor(infos["final_obs"][i]).to(device))
+                        rollout.final_values[t, i] = final_value * (not terminated[i])
+                    with watch.stage("logging"):
+                        episodic_return = infos["final_info"]["episode"]["r"][i]
+                        writer.add_scalar("charts/episodic_return", episodic_return, global_step)
+                        length = infos["final_info"]["episode"]["l"][i]
+                        writer.add_scalar("charts/episodic_length", length, global_step)
 
-                with watch.stage("logging"):
-                    if "final_info" in infos:
-                        episode = infos["final_info"]["episode"]
-                        for i in np.flatnonzero(infos["_final_info"]):
-                            episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
-                            writer.add_scalar(
-                                "charts/episodic_return", episodic_return, global_step
-                            )
-                            writer.add_scalar("charts/episodic_length", length, global_step)
-
-            # 2. Learn from it in several epochs; with --target-kl, look after each.
+            # 2. Learn from it in several epochs.
             with watch.stage("backpropagation"):
-                batch = agent.prepare(rollout, agent.value(torch.from_numpy(obs).to(device)))
-                orders = [
-                    torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)
-                ]
-                at_once = args.update_epochs if args.target_kl is None else 1
-                for epochs in torch.stack(orders).split(at_once):
-                    metrics = agent.learn(batch, epochs)
-                    if args.target_kl is not None and metrics[KL] > args.target_kl:
+                if not math.isfinite(rollout.obs.sum() + rollout.rewards.sum()):
+                    steps = f"steps {global_step - batch_size:,} to {global_step:,}"
+                    raise SystemExit(f"{steps}: observation or reward is not finite")
+                batch = agent.prepare(rollout, agent.value(torch.as_tensor(obs).to(device)))
+                metrics = []
+                for _ in range(args.update_epochs):
+                    metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
+                    if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
                         break
+                explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
+                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
+                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
 
             # 3. Log.
             with watch.stage("logging"):
-                sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                if not np.isfinite(losses).all():
+                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
+                sps, steady_sps = watch.speed(global_step - start_step)
                 writer.add_scalar("charts/SPS", sps, global_step)
                 if steady_sps:
                     writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
+                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
                 writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
-                writer.add_scalar("losses/explained_variance", explained.item(), global_step)
-                for name, value in zip(METRICS, metrics.tolist(), strict=True):
-                    writer.add_scalar(f"losses/{name}", value, global_step)
-                shown = f"{steady_sps or sps:,.0f} steps/s"
-                if episodic_return is not None:
-                    shown += f", return {episodic_return:,.1f}"
-                bar.set_postfix_str(shown, refresh=False)
+                writer.add_scalar("losses/explained_variance", explained, global_step)
+                for tag, value in zip(METRICS, losses, strict=True):
+                    writer.add_scalar(f"losses/{tag}", value, global_step)
+                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                 bar.update(global_step - bar.n)
 
-            # 4. Evaluate and save, now and then and at the end.
+            # 4. Save and evaluate, now and then and at the end.
             last = global_step >= total_timesteps
-            if due(args.eval_every) or last and (args.eval_every or args.capture_video):
-                with watch.stage("evaluation"):
-                    video = run_dir / "videos" / f"step-{global_step}" if films else None
-                    eval_return = evaluate(agent.model, normalizer, args, device, video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    said = f"evaluation at step {global_step:,}: mean return {eval_return:,.1f}"
-                    bar.write(said, file=sys.stderr)
-            if due(args.checkpoint_every) or last and (args.checkpoint_every or args.save_model):
+            if due(args.checkpoint_every) or args.save_model and last:
                 with watch.stage("checkpoint"):
-                    save()
+                    statistics = get_statistics(envs)
+                    save(run_dir / "checkpoint.pt", agent, global_step, statistics=statistics)
+            if due(args.eval_every) or args.capture_video and last:
+                with watch.stage("evaluation"):
+                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
+                    eval_return = evaluate(agent, args, get_statistics(envs), video)
+                    writer.add_scalar("charts/eval_return", eval_return, global_step)
+                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
             watch.tick(global_step - start_step)
     except KeyboardInterrupt:
-        print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(f"interrupted after {global_step:,} steps") from None
     finally:
         bar.close()
-        envs.close()
-        report = watch.report()
-        if report["warmup_seconds"] is not None:
-            writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
         writer.close()
-        (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
-        print(f"run directory: {run_dir}")
+        watch.report(run_dir / f"stages{suffix}")
     return run_dir
 
 
-def parse_args() -> Args:
-    """The command line; with --resume, a flag that is not given is what it was in that run."""
-    args = tyro.cli(Args)
-    if args.resume is None:
-        return args
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
-    return tyro.cli(Args, default=Args(**checkpoint["args"]))
-
-
-def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
-    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
-    if not isinstance(error.exc_value, OSError):
-        threading.__excepthook__(error)
-
-
 if __name__ == "__main__":
-    threading.excepthook = print_unless_raised_again
-    try:
-        main(parse_args())
-    except OSError as error:  # runs/ is read-only, the disk is full
-        fail(f"the run stops: {error}")
+    args = tyro.cli(Args)
+    if args.resume:  # flags that are not given stay as they were
+        args = tyro.cli(Args, default=Args(**load(Path(args.resume))["args"]))
+    main(args)

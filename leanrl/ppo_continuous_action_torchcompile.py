@@ -1,122 +1,77 @@
 """Proximal Policy Optimization (PPO) for continuous actions, with torch.compile and CUDA graphs.
 
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs
-    python leanrl/ppo_continuous_action_torchcompile.py --compile --env-id InvertedPendulum-v5 \\
-        --total-timesteps 100000
-    python leanrl/ppo_continuous_action_torchcompile.py --help      # every flag
+    python leanrl/ppo_continuous_action_torchcompile.py --compile --env-id InvertedPendulum-v5
 
 The algorithm is that of its twin, ppo_continuous_action.py, which says where it comes from and
 what the shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest
-is the same to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes
-on. The first rollouts pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
-
-Measured (plots/results/): HalfCheetah-v5, 1 M steps, seed 1: mean return 3,536 over the last 10
-episodes. 4,347 steps/s with --compile on 2 cores of an AMD EPYC (AVX2), 3.6 times the baseline,
-after 6 s of warm-up with a warm compiler cache; what a hunk is worth, in us per environment step,
-is what its removal costs there. On a GPU: not measured.
+is the same to the letter. The first rollouts pay for compilation: seconds, reported as warm-up.
 """
 
-# speed: CudaGraphModule captures a function as a CUDA graph
-import importlib.util
+# speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import json
 import math
 import os
-import random
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-import warnings
-import zipfile
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn as nn
 import tqdm
 import tyro
+from gymnasium.spaces import Box
+from gymnasium.wrappers.utils import RunningMeanStd
 from tensordict.nn import CudaGraphModule
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """name of this experiment, part of the run directory's name"""
-    seed: int = 1
-    """seed of the environments and of every random generator"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
-    cuda: bool = True
-    """train on CUDA where there is a device"""
-    track: bool = False
-    """also send the run to Weights & Biases"""
-    wandb_project_name: str = "leanRL"
-    """the wandb project"""
-    wandb_entity: str | None = None
-    """the wandb team"""
-    capture_video: bool = False
-    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
-    save_model: bool = False
-    """write checkpoint.pt at the end of the run"""
-    checkpoint_every: int = 0
-    """also write it every so many environment steps; 0: never"""
-    resume: str | None = None
-    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
-    eval_every: int = 0
-    """evaluate every so many environment steps, and at the end; 0: never"""
-    eval_episodes: int = 10
-    """episodes per evaluation, each in an environment of its own"""
-    stopwatch: Literal["off", "time", "trace"] = "time"
-    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run directory's name
+    seed: int = 1  # seed of the environments and of every random generator
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = True  # train on CUDA where there is a device
+    track: bool = False  # also send the run to Weights & Biases
+    wandb_project_name: str = "leanRL"  # the wandb project
+    wandb_entity: str | None = None  # the wandb team
+    capture_video: bool = False  # film an episode of each evaluation; there is one at the end
+    save_model: bool = False  # write checkpoint.pt at the end of the run, unless it is interrupted
+    checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
+    resume: str | None = None  # go on with this run directory; flags that are not given stay
+    eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
+    eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
+    stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
-    env_id: str = "HalfCheetah-v5"
-    """id of the Gymnasium environment"""
-    total_timesteps: int = 1_000_000
-    """environment steps of the whole run, over all environments; rounded down to whole rollouts"""
-    learning_rate: float = 3e-4
-    """learning rate of the optimizer, at first"""
-    anneal_lr: bool = True
-    """lower the learning rate from rollout to rollout, linearly to zero at the end of the run"""
-    num_envs: int = 1
-    """environments stepped side by side"""
-    num_steps: int = 2048
-    """steps of a rollout in each environment"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 32
-    """minibatches per epoch"""
-    update_epochs: int = 10
-    """passes over a rollout"""
-    norm_adv: bool = True
-    """normalize the advantages of each minibatch"""
-    clip_coef: float = 0.2
-    """how far the ratio of new to old probabilities may go from 1 before its gradient ends"""
-    clip_vloss: bool = True
-    """clip the change of the value in the same way"""
-    ent_coef: float = 0.0
-    """weight of the entropy in the loss"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """longest gradient; longer ones are scaled down to it"""
-    target_kl: float | None = None
-    """end the epochs when the policy has gone so far, in KL divergence, from the old one"""
+    env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
+    total_timesteps: int = 1_000_000  # environment steps of the whole run, in whole rollouts
+    num_envs: int = 1  # environments stepped side by side
+    num_steps: int = 2048  # steps of a rollout in each environment
+    learning_rate: float = 3e-4  # learning rate of the optimizer, at first
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 32  # minibatches per epoch
+    update_epochs: int = 10  # passes over a rollout
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.2  # how far the ratio of new to old probabilities may go from 1
+    clip_vloss: bool = True  # clip the change of the value in the same way
+    ent_coef: float = 0.0  # weight of the entropy in the loss
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
+    target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
     # speed: each works alone, together and not at all
-    compile: bool = False
-    """compile learning with torch.compile"""
-    cudagraphs: bool = False
-    """replay the preparation of a rollout and all its epochs as CUDA graphs"""
+    compile: bool = False  # compile the update with torch.compile
+    cudagraphs: bool = False  # replay the preparation of a rollout and an epoch as CUDA graphs
 
 
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
@@ -197,7 +152,7 @@ class Stopwatch:
         self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
         self._begin_window()
         while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
             self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
             if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
@@ -261,251 +216,123 @@ class Stopwatch:
 # <<< stopwatch <<<
 
 
-def fail(message: str) -> None:
-    """Ends the program with a one-line error and exit status 2, as argument errors do."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+SCRIPT = Path(__file__).name
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+KL = METRICS.index("approx_kl")
+STATISTICS = [(rms, x) for rms in ("obs_rms", "return_rms") for x in ("mean", "var", "count")]
+STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
 def check_args(args: Args) -> None:
-    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
-    for name in (
-        "total_timesteps",
-        "num_envs",
-        "num_steps",
-        "num_minibatches",
-        "update_epochs",
-        "max_grad_norm",
-        "eval_episodes",
-    ):
-        if getattr(args, name) <= 0:
-            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    for name in ("checkpoint_every", "eval_every"):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches:
-        fail(
-            f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {batch_size} steps "
-            f"cannot be divided into --num-minibatches {args.num_minibatches}"
-        )
-    if batch_size == args.num_minibatches and args.norm_adv:
-        fail("minibatches of one step have no deviation to normalize by: --no-norm-adv")
-    if args.total_timesteps < batch_size:
-        fail(f"--total-timesteps {args.total_timesteps} is less than a rollout of {batch_size}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs wandb: pip install -r requirements/wandb.txt")
-    if args.capture_video and importlib.util.find_spec("moviepy") is None:
-        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
+    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
+    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
+    may_be_zero += ("ent_coef", "vf_coef")
+    numbers = {name: x for name, x in asdict(args).items() if type(x) in (int, float)}
+    for name, x in numbers.items():
+        if not (0 < x < 1e12 or x == 0 and name in may_be_zero):
+            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
+    rollout = args.num_envs * args.num_steps
+    if args.total_timesteps < rollout:
+        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
+    if rollout % args.num_minibatches or rollout == args.num_minibatches:
+        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
     # speed: no graphs without CUDA: a contradiction is refused, a missing device only mentioned
     if args.cudagraphs and not args.cuda:
-        fail("--cudagraphs contradicts --no-cuda")
+        raise SystemExit("--cudagraphs: contradicts --no-cuda")
     if args.cudagraphs and not torch.cuda.is_available():
-        print("warning: no CUDA device, --cudagraphs has no effect", file=sys.stderr)
+        print("--cudagraphs: no CUDA device, it has no effect", file=sys.stderr)
 
 
-class Repeatable(gym.Wrapper):
-    """An environment that a checkpoint can bring back, whatever simulates it.
+# speed: normalizes all environments at once, where each would have wrappers of its own, and leaves
+# out what Gymnasium's class does for nobody: copies, and infos that are not about an ended episode
+class NormalizedVectorEnv(gym.vector.VectorEnv):
+    """N environments that reset in the step that ends an episode."""
 
-    A simulator's state is nowhere to be had in general, but an episode repeats itself from the same
-    random state through the same actions.
-    """
+    def __init__(self, envs: list[gym.Env], gamma: float):
+        self.envs, self.num_envs, self.gamma = envs, len(envs), gamma
+        self.single_observation_space = envs[0].observation_space
+        self.single_action_space = envs[0].action_space
+        self.obs_rms = RunningMeanStd(shape=(len(envs), *envs[0].observation_space.shape))
+        self.return_rms = RunningMeanStd(shape=(len(envs),))
+        self.discounted_reward = np.zeros(len(envs))
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        self.origin = self.np_random.bit_generator.state if seed is None else seed
-        self.actions = []
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action: np.ndarray) -> tuple:
-        self.actions.append(action)
-        return self.env.step(action)
-
-    def state_dict(self) -> dict:
-        """How the episode started, and its actions so far (T, A)."""
-        return {"origin": self.origin, "actions": torch.from_numpy(np.array(self.actions))}
-
-    def repeat(self, state: dict) -> np.ndarray:
-        """Goes through the episode of `state` again -> its last observation (O,)."""
-        if isinstance(state["origin"], int):
-            obs, _ = self.reset(seed=state["origin"])
-        else:
-            self.np_random.bit_generator.state = state["origin"]
-            obs, _ = self.reset()
-        for action in state["actions"].numpy():
-            obs = self.step(action)[0]
-        return obs
-
-
-# speed: most of what Gymnasium's class costs is copying, and merging infos that nobody reads
-class LeanVectorEnv(gym.vector.SyncVectorEnv):
-    """Steps as its parent does in `SAME_STEP` mode, but returns infos of ended episodes alone."""
-
-    def step(self, actions: np.ndarray) -> tuple:
-        infos, rewards = {}, np.empty(self.num_envs)
-        obs = np.empty_like(self._observations)
-        terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
-        for i, env in enumerate(self.envs):
-            obs[i], rewards[i], terminated[i], truncated[i], info = env.step(actions[i])
-            if terminated[i] or truncated[i]:
-                final = {"final_obs": obs[i].copy(), "final_info": info}
-                infos = self._add_info(infos, final, i)
-                obs[i], _ = env.reset()
-        return obs, rewards, terminated, truncated, infos
-
-
-def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
-    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`).
-
-    The first episode of the first one becomes `video`-episode-0.mp4, if that is given.
-    """
-
-    def make_env(index: int) -> gym.Env:
-        if video is None or index > 0:
-            env = gym.make(env_id)
-        else:
-            env = gym.make(env_id, render_mode="rgb_array")
-            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # of other names
-            env = gym.wrappers.RecordVideo(
-                env, str(video.parent), name_prefix=video.name, episode_trigger=lambda i: i == 0
-            )
-        return Repeatable(gym.wrappers.RecordEpisodeStatistics(env))
-
-    try:
-        # speed: 35 us a step less than its parent
-        envs = LeanVectorEnv(
-            [partial(make_env, i) for i in range(num_envs)],
-            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-        )
-    except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
-        fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Box):
-        fail(f"PPO with a Gaussian policy needs continuous actions; {env_id} has {action_space}")
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
-        fail(f"PPO with an MLP needs flat observations; {env_id} has {obs_space}")
-    return envs
-
-
-def run_config(args: Args, device: torch.device) -> dict:
-    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
-
-    def output(*command: str) -> str | None:
-        try:
-            return subprocess.check_output(
-                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
-            ).strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
-    gpu, driver = None, None
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "args": asdict(args),
-        "command": " ".join(sys.argv),
-        "git_commit": output(
-            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-        ),
-        "cpu": {
-            "model": model[1] if model else None,
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-        },
-        "gpu": gpu,
-        "gpu_driver": driver,
-        "load_average": os.getloadavg(),
-        "python": sys.version.split()[0],
-        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
-    }
-
-
-class RunningMeanStd:
-    """Mean and variance of all that each of N environments has shown, as Gymnasium keeps them."""
-
-    def __init__(self, num_envs: int, *shape: int):
-        self.mean, self.var = np.zeros((num_envs, *shape)), np.ones((num_envs, *shape))
-        self.count = np.full((num_envs, *(1 for _ in shape)), 1e-4)
-
-    def update(self, x: np.ndarray, envs: np.ndarray | slice = slice(None)) -> None:
-        """Takes in one value for each of `envs`: x (n, *shape)."""
-        count, delta = self.count[envs], x - self.mean[envs]
-        total = count + 1
-        step = delta / total
-        self.mean[envs] += step
-        self.var[envs] = (self.var[envs] + step * delta) * (count / total)
-        self.count[envs] = total
-
-
-class Normalizer:
-    """Brings observations and rewards to unit scale by what each environment has shown so far.
-
-    Rewards are divided by the deviation of their discounted sum, which a truncation does not end.
-    """
-
-    def __init__(self, num_envs: int, obs_dim: int, gamma: float):
-        self.obs_stats = RunningMeanStd(num_envs, obs_dim)
-        self.return_stats = RunningMeanStd(num_envs)
-        self.returns, self.gamma = np.zeros(num_envs), gamma
-
-    def observe(self, obs: np.ndarray, envs: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Takes in and normalizes one observation for each of `envs`: (n, O) -> (n, O) float32."""
-        self.obs_stats.update(obs, envs)
-        return self.scale(obs, self.obs_stats.mean[envs], self.obs_stats.var[envs])
-
-    def observe_frozen(self, obs: np.ndarray) -> np.ndarray:
-        """Normalizes (n, O) by the statistics of all environments together, and learns nothing."""
-        mean = self.obs_stats.mean.mean(axis=0)
-        var = (self.obs_stats.var + self.obs_stats.mean**2).mean(axis=0) - mean**2
-        return self.scale(obs, mean, var)
-
-    def reward(self, rewards: np.ndarray, terminated: np.ndarray) -> np.ndarray:
-        """Takes in and normalizes the rewards of a step (N,)."""
-        self.returns = self.returns * self.gamma * (1 - terminated) + rewards
-        self.return_stats.update(self.returns)
-        return np.clip(rewards / np.sqrt(self.return_stats.var + 1e-8), -10, 10)
-
-    # speed: learning alone needs rewards, so those of a rollout can wait for each other: 8 us each
-    def reward_all(self, rewards: np.ndarray, terminated: np.ndarray) -> np.ndarray:
-        """`reward` for all steps of a rollout: both (T, N) -> (T, N)."""
-        stats, returns = self.return_stats, np.empty(rewards.shape)
-        weights = self.gamma * (1 - terminated)
-        for t in range(len(rewards)):
-            self.returns = returns[t] = self.returns * weights[t] + rewards[t]
-        counts = stats.count + np.arange(1, len(rewards) + 1)[:, None]
-        deltas = returns - stats.mean  # moments about the mean so far
-        means, squares = deltas.cumsum(axis=0) / counts, (deltas**2).cumsum(axis=0)
-        variances = (stats.var * stats.count + squares) / counts - means**2
-        stats.mean, stats.var, stats.count = stats.mean + means[-1], variances[-1], counts[-1]
-        return np.clip(rewards / np.sqrt(variances + 1e-8), -10, 10)
-
-    @staticmethod
-    def scale(obs: np.ndarray, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
-        scaled = (obs - mean) / np.sqrt(var + 1e-8)
+    def observe(self, obs: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Normalizes obs (N, O) -> (N, O) float32, after it has taken in those that count 1."""
+        self.obs_rms.update_from_moments(obs, 0, counts[:, None])
+        scaled = (obs - self.obs_rms.mean) / np.sqrt(self.obs_rms.var + 1e-8)
         return np.minimum(np.maximum(scaled, -10), 10).astype(np.float32)
 
-    def state_dict(self) -> dict:
-        arrays = {f"obs_{name}": array for name, array in vars(self.obs_stats).items()}
-        arrays |= {f"return_{name}": array for name, array in vars(self.return_stats).items()}
-        arrays["discounted_returns"] = self.returns
-        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+    def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        starts = [env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]
+        return self.observe(np.array(starts), np.ones(self.num_envs)), {}
 
-    def load_state_dict(self, state: dict) -> None:
-        for name in ("mean", "var", "count"):
-            getattr(self.obs_stats, name)[:] = state[f"obs_{name}"].numpy()
-            getattr(self.return_stats, name)[:] = state[f"return_{name}"].numpy()
-        self.returns = state["discounted_returns"].numpy().copy()
+    def step(self, actions: np.ndarray) -> tuple:
+        steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
+        *arrays, infos = zip(*steps, strict=True)
+        raw_obs, rewards, terminated, truncated = map(np.array, arrays)
+        obs, ends = self.observe(raw_obs, np.ones(self.num_envs)), {}
+        ended = (terminated | truncated).nonzero()[0]
+        if len(ended):
+            episode = {key: {i: infos[i]["episode"][key] for i in ended} for key in ("r", "l")}
+            ends = {"final_obs": obs, "final_info": {"episode": episode}}
+            raw_obs[ended] = [self.envs[i].reset()[0] for i in ended]
+            new_obs = self.observe(raw_obs, terminated | truncated)
+            obs = np.where((terminated | truncated)[:, None], new_obs, obs)
+        self.discounted_reward = self.discounted_reward * self.gamma * (1 - terminated) + rewards
+        self.return_rms.update_from_moments(self.discounted_reward, 0, 1)
+        rewards = np.clip(rewards / np.sqrt(self.return_rms.var + 1e-8), -10, 10)
+        return obs, rewards, terminated, truncated, ends
 
 
-def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights, no bias."""
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
+def make_envs(
+    env_id: str, num_envs: int, gamma: float | None = None, video: Path | None = None
+) -> gym.vector.VectorEnv:
+    """N environments that reset in the step that ends an episode; `video` films the first one."""
+
+    def make_env(index: int) -> gym.Env:
+        films = video is not None and index == 0
+        env = gym.make(env_id, render_mode="rgb_array" if films else None)
+        if not isinstance(env.action_space, Box) or len(env.observation_space.shape or ()) != 1:
+            raise SystemExit("--env-id: PPO needs flat observations and continuous actions")
+        if films:
+            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(env))
+        # speed: the class above normalizes
+        return env
+
+    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
+    # speed: for training
+    if gamma is not None:
+        return NormalizedVectorEnv([make() for make in makers], gamma)
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
+
+def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
+    """What normalization has learned, a row per environment: for checkpoints and evaluation."""
+    # speed: rows already
+    found = {"discounted_reward": envs.discounted_reward}
+    for kind, name in STATISTICS:
+        # speed: rows already
+        found[f"{kind}_{name}"] = getattr(getattr(envs, kind), name)
+    return {name: torch.as_tensor(np.array(rows)) for name, rows in found.items()}
+
+
+def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
+    """Puts back what `get_statistics` has returned."""
+    # speed: rows already
+    envs.discounted_reward = statistics["discounted_reward"].numpy()
+    for kind, name in STATISTICS:
+        # speed: rows already
+        setattr(getattr(envs, kind), name, statistics[f"{kind}_{name}"].numpy())
+
+
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64; weights are orthogonal at first, `gain` scales the last layer's."""
+    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
+    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 class ActorCritic(nn.Module):
@@ -513,23 +340,11 @@ class ActorCritic(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int):
         super().__init__()
-        self.critic = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 1), gain=1.0),
-        )
-        self.actor_mean = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, action_dim), gain=0.01),
-        )
+        self.critic = mlp(obs_dim, 1, gain=1.0)
+        self.actor_mean = mlp(obs_dim, action_dim, gain=0.01)
         self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
         return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
 
@@ -537,52 +352,37 @@ class ActorCritic(nn.Module):
 class Batch(NamedTuple):
     """B steps of a rollout, float32; log_probs and values as they were when it was made."""
 
-    obs: torch.Tensor  # (B, O)
-    actions: torch.Tensor  # (B, A)
-    log_probs: torch.Tensor  # (B,)
-    values: torch.Tensor  # (B,)
-    advantages: torch.Tensor  # (B,)
-    returns: torch.Tensor  # (B,)
+    obs: Tensor  # (B, O)
+    actions: Tensor  # (B, A)
+    log_probs: Tensor  # (B,)
+    values: Tensor  # (B,)
+    advantages: Tensor  # (B,)
+    returns: Tensor  # (B,)
 
 
 class Rollout:
-    """T steps of N environments on `device`."""
+    """T steps of N environments on `device`: (T, N, O), (T, N, A) and otherwise (T, N)."""
 
-    def __init__(
-        self, steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device
-    ):
-        # speed: filled by NumPy on the CPU, without PyTorch's dispatch, and copied to the device
-        # once; obs has a row more, for what follows the last step
-        shapes = {"obs": (steps + 1, num_envs, obs_dim), "actions": (steps, num_envs, action_dim)}
-        shapes |= dict.fromkeys(("rewards", "ended", "final_values"), (steps, num_envs))
-        pinned = device.type == "cuda"
-        self.source = {name: torch.zeros(s, pin_memory=pinned) for name, s in shapes.items()}
-        self.host = {name: tensor.numpy() for name, tensor in self.source.items()}
-        self.tensors = {name: tensor.to(device) for name, tensor in self.source.items()}
-
-    # speed: does not wait; the next rollout starts after metrics that wait for all of it
-    def upload(self) -> None:
-        """Brings the steps to the device."""
-        for name, tensor in self.tensors.items():  # on a CPU they are the same
-            tensor.copy_(self.source[name], non_blocking=True)
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        # speed: NumPy fills memory of the CPU, without PyTorch's dispatch, to be copied at once to
+        # the device; obs has a row more, for what follows, and `prepare` computes what is missing
+        shape, pinned = (args.num_steps, args.num_envs), device.type == "cuda"
+        shapes = (shape[0] + 1, shape[1], obs_dim), (*shape, action_dim), shape, shape, shape
+        self.host = [torch.zeros(shape, pin_memory=pinned) for shape in shapes]
+        self.tensors = [tensor.to(device) for tensor in self.host]  # on a CPU the same
+        arrays = [tensor.numpy() for tensor in self.host]  # the last two as in the baseline
+        self.obs, self.actions, self.rewards, self.ended, self.final_values = arrays
 
 
-def gaussian_log_prob(
-    actions: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor
-) -> torch.Tensor:
+def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
     z = (actions - mean) * (-log_std).exp()
     return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
 def compute_gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    next_values: torch.Tensor,
-    ended: torch.Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> torch.Tensor:
+    rewards: Tensor, values: Tensor, next_values: Tensor, ended: Tensor, gamma: float, lam: float
+) -> Tensor:
     """Generalized advantage estimation (arXiv:1506.02438, equation 16) -> advantages (T, N).
 
     All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
@@ -590,7 +390,7 @@ def compute_gae(
     """
     # speed: log2(T) vector operations instead of T: each doubles how far every sum has got
     advantages = rewards + gamma * next_values - values
-    weights, distance = gamma * gae_lambda * (1 - ended), 1
+    weights, distance = gamma * lam * (1 - ended), 1
     while distance < len(advantages):
         begin, end = advantages[:-distance], advantages[-distance:]
         more = weights[: len(begin)] * advantages[distance:]
@@ -599,30 +399,23 @@ def compute_gae(
     return advantages
 
 
-def policy_loss(
-    log_ratios: torch.Tensor, advantages: torch.Tensor, clip_coef: float
-) -> torch.Tensor:
+def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     return -torch.min(advantages * ratios, advantages * clipped).mean()
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_coef: float | None
-) -> torch.Tensor:
+def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
-    errors = (values - returns).square()
+    errors = (values - batch.returns).square()
     if clip_coef is not None:
-        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - returns).square())
+        clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (clipped - batch.returns).square())
     return 0.5 * errors.mean()
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-
-
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
     """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
     mean, log_std, values = model(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
@@ -630,8 +423,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    clip_coef = args.clip_coef if args.clip_vloss else None
-    of_value = value_loss(values, batch.values, batch.returns, clip_coef)
+    of_value = value_loss(values, batch, args.clip_coef if args.clip_vloss else None)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
@@ -641,543 +433,328 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor
         return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
 
 
-# speed: one vector of all parameters: one kernel, where torch.optim.Adam would break the graph. The
-# powers of beta are state: computed from a step count, each element pays a pow
+# speed: torch.compile cannot trace torch.optim.Adam; with this one a whole update is one compiled
+# call. The powers of beta are state: from a step count, every weight would pay for a pow
 class Adam:
-    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1) of one vector."""
+    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
 
-    def __init__(self, parameters: torch.Tensor, lr: float, betas=(0.9, 0.999), eps=1e-8):
-        self.parameters, self.eps, device = parameters, eps, parameters.device
-        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(parameters) for _ in betas)
-        self.betas = torch.tensor(betas, device=device)
-        self.beta_powers = torch.ones_like(self.betas)
-        self.beta1, self.beta2 = betas
-        self.lr = torch.tensor(lr, device=device)
+    def __init__(self, parameters: Iterable[Tensor], lr: float, betas=(0.9, 0.999), eps=1e-8):
+        self.parameters, self.betas, self.eps = list(parameters), betas, eps
+        self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.beta_powers = [torch.ones((), device=self.parameters[0].device) for _ in betas]
+        self.lr = torch.tensor(lr, device=self.parameters[0].device)
 
     def state_dict(self) -> dict:
-        names = "exp_avg", "exp_avg_sq", "beta_powers"
-        return {"state": {name: getattr(self, name) for name in names}}
+        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
 
     def load_state_dict(self, state: dict) -> None:
-        for name, tensor in state["state"].items():
-            getattr(self, name).copy_(tensor)
+        torch._foreach_copy_(self.state_dict()["state"], state["state"])
 
-    def step(self, gradient: torch.Tensor) -> None:
-        """Updates the parameters in place."""
-        self.beta_powers.mul_(self.betas)
-        self.exp_avg.lerp_(gradient, 1 - self.beta1)
-        self.exp_avg_sq.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        unbias1, unbias2 = 1 / (1 - self.beta_powers[0]), (1 - self.beta_powers[1]).rsqrt()
-        denominator = self.exp_avg_sq.sqrt() * unbias2 + self.eps
-        self.parameters.sub_(self.exp_avg / denominator * (self.lr * unbias1))
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Updates the parameters in place; `gradients` in their order and shapes."""
+        with torch.no_grad():
+            torch._foreach_mul_(self.beta_powers, self.betas)
+            beta1_power, beta2_power = self.beta_powers
+            torch._foreach_lerp_(self.exp_avgs, gradients, 1 - self.betas[0])
+            torch._foreach_mul_(self.exp_avg_sqs, self.betas[1])
+            torch._foreach_addcmul_(self.exp_avg_sqs, gradients, gradients, 1 - self.betas[1])
+            denominators = torch._foreach_sqrt(self.exp_avg_sqs)
+            torch._foreach_mul_(denominators, (1 - beta2_power).rsqrt())
+            torch._foreach_add_(denominators, self.eps)
+            steps = torch._foreach_div(self.exp_avgs, denominators)
+            torch._foreach_mul_(steps, self.lr / (1 - beta1_power))
+            torch._foreach_sub_(self.parameters, steps)
 
 
-class PPO:
+# speed: for a few rows PyTorch's dispatch costs more than the arithmetic
+def forward(layers: list[np.ndarray], x: np.ndarray) -> np.ndarray:
+    """A network of the model in NumPy: x (..., O) -> what its last layer puts out (..., .)."""
+    weight1, bias1, weight2, bias2, weight3, bias3 = layers
+    x = np.tanh(x @ weight1 + bias1)
+    x = np.tanh(x @ weight2 + bias2)
+    return x @ weight3 + bias3
+
+
+class PPO(nn.Module):
     """Network, optimizer and gradient steps, which return their metrics as one tensor."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
         self.args = args
         self.model = ActorCritic(obs_dim, action_dim).to(device)
-        # speed: the model's parameters become views of one vector
-        parameters = dict(self.model.named_parameters())
-        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self.parameters = torch.cat([p.detach().flatten() for p in parameters.values()])
-        for name, view in self.views().items():
-            parameters[name].data = view
-        self.optimizer = Adam(self.parameters, lr=args.learning_rate, eps=1e-5)
-        batch_size, columns = args.num_envs * args.num_steps, obs_dim + action_dim + 4
-        self.data = torch.zeros(batch_size, columns, device=device)  # a row per step, as in Batch
-        self.widths = (obs_dim, action_dim, 1, 1, 1, 1)
-        self.publish()
+        # speed: all parameters become views of one vector: one gradient, one norm, one step
+        self.shapes = {name: x.shape for name, x in self.model.named_parameters()}
+        self.flat = nn.utils.parameters_to_vector(self.parameters()).detach()
+        nn.utils.vector_to_parameters(self.flat, self.parameters())
+        self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
+        self.optimizers = (self.optimizer,)
 
     # speed: what a call of the model takes in place of its parameters
-    def views(self) -> dict[str, torch.Tensor]:
-        """The parameters by their names."""
-        parts = self.parameters.split([shape.numel() for shape in self.shapes.values()])
-        return {
-            name: part.view(self.shapes[name])
-            for name, part in zip(self.shapes, parts, strict=True)
-        }
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters in a vector, by their names."""
+        parts = flat.split([shape.numel() for shape in self.shapes.values()])
+        return {n: x.view(self.shapes[n]) for n, x in zip(self.shapes, parts, strict=True)}
 
-    # speed: once per rollout, so that acting needs no device
     def publish(self) -> None:
-        """Copies the parameters to where `act` and `value` read them."""
-        arrays = {name: view.cpu().numpy().T.copy() for name, view in self.views().items()}
-        self.actor_layers, self.critic_layers = (
-            [(arrays[f"{network}.{i}.weight"], arrays[f"{network}.{i}.bias"]) for i in (0, 2, 4)]
-            for network in ("actor_mean", "critic")
-        )
-        self.std = np.exp(arrays["actor_logstd"])
+        """Brings the parameters, in one copy, to where `act` and `value` read them in NumPy."""
+        log_std, *layers = (x.numpy().T for x in self.views(self.flat.cpu()).values())
+        self.std, self.critic_layers, self.actor_layers = np.exp(log_std), layers[:6], layers[6:]
 
-    def state_dict(self) -> dict:
-        """Everything that updates change."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]})
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        # speed: a tensor, which compiled code and graphs read anew
-        self.optimizer.lr.fill_(learning_rate)
-
-    # speed: for a few rows PyTorch's dispatch costs more than the arithmetic: 114 us a step in all
-    @staticmethod
-    def forward(layers: list[tuple[np.ndarray, np.ndarray]], obs: np.ndarray) -> np.ndarray:
-        """A network of the model in NumPy: obs (N, O) -> output of the last layer (N, .)."""
-        *hidden, (weight, bias) = layers
-        for hidden_weight, hidden_bias in hidden:
-            obs = np.tanh(obs @ hidden_weight + hidden_bias)
-        return obs @ weight + bias
-
-    # speed: log-probabilities and values can wait for `prepare`, one call for all: 99 us a step
     def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        """obs (N, O), standard normal noise (N, A) -> actions (N, A)."""
-        return self.forward(self.actor_layers, obs) + self.std * noise
+        """obs (N, O), normal noise (N, A) -> actions (N, A)."""
+        return forward(self.actor_layers, obs) + self.std * noise
 
-    # speed: as `act`
     def value(self, obs: np.ndarray) -> np.ndarray:
-        """obs (N, O) -> values (N,)."""
-        return self.forward(self.critic_layers, obs)[:, 0]
+        """obs (..., O) -> values (...)."""
+        return forward(self.critic_layers, obs)[..., 0]
 
-    # speed: the policy has not changed, so one call computes what it would have said
-    def prepare(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-        """A rollout -> returns (B,) and values (B,), and its B = T N steps in `data`."""
+    def prepare(self, rollout: Rollout) -> Batch:
+        """A rollout -> B = T N steps to learn from."""
         with torch.no_grad():
-            # speed: the device's side of what NumPy has filled
-            obs, actions, rewards, ended, final_values = rollout.tensors.values()
-            mean, log_std, values = self.model(obs)
-            # speed: the last row is what follows the rollout, so that it needs no call of its own
+            # speed: the policy has not changed, so one call computes what it would have said at
+            # each step and at what follows the last
+            obs, actions, rewards, ended, final_values = rollout.tensors
+            mean, log_std, all_values = self.model(obs)
             log_probs = gaussian_log_prob(actions, mean[:-1], log_std)
-            following = torch.where(ended.bool(), final_values, values[1:])
-            values = values[:-1]
-            advantages = compute_gae(
-                rewards, values, following, ended, self.args.gamma, self.args.gae_lambda
-            )
-            returns = advantages + values
-            # speed: one row per step, so that a minibatch is one gather
-            columns = [obs[:-1], actions]
-            columns += [x[:, :, None] for x in (log_probs, values, advantages, returns)]
-            self.data.copy_(torch.cat(columns, dim=-1).flatten(0, 1))
-            return returns.flatten(), values.flatten()
+            obs, values, following = obs[:-1], all_values[:-1], all_values[1:]
+            following = torch.where(ended.bool(), final_values, following)
+            discounts = self.args.gamma, self.args.gae_lambda
+            advantages = compute_gae(rewards, values, following, ended, *discounts)
+            columns = obs, actions, log_probs, values, advantages, advantages + values
+            return Batch(*(column.flatten(0, 1) for column in columns))
 
-    # speed: pure functions of the parameters' views, nothing hidden from the compiler. Four steps
-    # per compiled call would save 15% of their time on a CPU and cost 15 s more of compilation
-    def update(self, index: torch.Tensor) -> torch.Tensor:
-        """One gradient step on the rows of `data` in index (B,) -> METRICS (6,)."""
-        with torch.no_grad():
-            # speed: one gather, one vector of gradients
-            obs, actions, *scalars = self.data.index_select(0, index).split(self.widths, dim=1)
-            batch = Batch(obs, actions, *(x.squeeze(1) for x in scalars))
-            gradients, metrics = torch.func.grad(self.loss, has_aux=True)(self.views(), batch)
-            gradient = torch.cat([x.flatten() for x in gradients.values()])
-            norm = gradient.square().sum().sqrt()
-            gradient = gradient * (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-            self.optimizer.step(gradient)
-            return metrics
-
-    # speed: the loss as a function of the parameters, which is what is differentiated
-    def loss(
-        self, parameters: dict[str, torch.Tensor], batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`ppo_loss` -> loss (), METRICS (6,)."""
-        model = partial(torch.func.functional_call, self.model, parameters)
-        return ppo_loss(lambda obs: model((obs,)), batch, self.args)
-
-    # speed: the batch is in `data`
-    def learn(self, permutations: torch.Tensor) -> torch.Tensor:
-        """Epochs of minibatches in the order of permutations (E, B) -> the last METRICS (6,)."""
-        for index in permutations.view(-1, permutations.shape[1] // self.args.num_minibatches):
-            # speed: so its rows can be gathered within the update
-            metrics = self.update(index)
+    def update(self, batch: Batch, index: Tensor) -> Tensor:
+        """One gradient step on the steps of `batch` in index -> METRICS (6,)."""
+        minibatch = Batch(*(column[index] for column in batch))
+        # speed: a pure function of the vector, nothing is hidden from the compiler
+        flat = self.flat.detach().requires_grad_()
+        model = partial(torch.func.functional_call, self.model, self.views(flat))
+        loss, metrics = ppo_loss(lambda obs: model((obs,)), minibatch, self.args)
+        (gradient,) = torch.autograd.grad(loss, flat)
+        scale = (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1)
+        self.optimizer.step([gradient * scale])
         return metrics
 
+    def learn(self, batch: Batch, order: Tensor) -> Tensor:
+        """An epoch of minibatches in the order of a permutation (B,) -> METRICS of each (M, 6)."""
+        indices = order.view(self.args.num_minibatches, -1)
+        return torch.stack([self.update(batch, index) for index in indices])
 
-# speed: whatever runs on the device: 370 us a step, all of it the update's, which `learn` calls
-# without unrolling
+
+# speed: the update alone, which `learn` calls without unrolling; the rest runs once per rollout
 def compile_agent(agent: PPO) -> None:
-    """Compiles the preparation of a rollout and the update to one graph each."""
+    """The update is compiled when it is first called."""
+    torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
-    torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
-    agent.prepare = torch.compile(agent.prepare, fullgraph=True)
     agent.update = torch.compile(agent.update, fullgraph=True)
 
 
-def track(args: Args, run_dir: Path, config: dict) -> None:
-    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
-    import wandb
-
-    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
-    try:
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            id=run_dir.name,
-            resume="allow",
-            config=config,
-            sync_tensorboard=True,
-        )
-        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
-    except wandb.Error as error:  # no network, no login
-        reason = " ".join(str(error).split())
-        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
-
-
-def evaluate(
-    model: ActorCritic, normalizer: Normalizer, args: Args, device: torch.device, video: Path | None
-) -> float:
-    """Mean return of K episodes, side by side, in which the policy acts without noise.
-
-    They start from the same K states every time. Training notices nothing: the environments are
-    new, the statistics frozen and no shared random generator is used.
-    """
-    envs = make_envs(args.env_id, args.eval_episodes, video)
-    low, high = envs.single_action_space.low, envs.single_action_space.high
+def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path | None) -> float:
+    """Mean return of K episodes from always the same starts, acting without noise."""
+    envs = make_envs(args.env_id, args.eval_episodes, video=video)
+    means, variances = statistics["obs_rms_mean"], statistics["obs_rms_var"]  # per environment
+    mean, std = means.mean(0), (variances.mean(0) + means.var(0, correction=0) + 1e-8).sqrt()
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + EVAL_SEED)
-    while running.any():
-        obs_tensor = torch.from_numpy(normalizer.observe_frozen(obs)).to(device)
+    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    for _ in range(50_000):  # an episode without end counts with its return so far
+        inputs = ((torch.as_tensor(obs) - mean) / std).clamp(-10, 10)
         with torch.no_grad():
-            actions = model.actor_mean(obs_tensor).cpu().numpy()
-        obs, _, _, _, infos = envs.step(np.clip(actions, low, high))
-        if "final_info" in infos:
-            ended = running & infos["_final_info"]
-            returns[ended] = infos["final_info"]["episode"]["r"][ended]
-            running &= ~ended
+            actions = agent.model.actor_mean(inputs.to(agent.model.actor_logstd))
+        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        returns += running * rewards
+        running &= ~(terminated | truncated)
+        if not running.any():
+            break
     envs.close()
     return float(returns.mean())
 
 
-def can_render(env_id: str) -> bool:
-    """Whether this machine can draw the environment; a warning says why not."""
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo; osmesa would draw on the CPU
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    try:
-        env = gym.make(env_id, render_mode="rgb_array")
-        env.reset()
-        env.render()
-        env.close()
-        return True
-    except Exception as error:  # of whatever kind: every simulator has its own
-        reason = " ".join(str(error).split())
-        print(f"warning: no video, {env_id} cannot be rendered here: {reason}", file=sys.stderr)
-        return False
+def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
+    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
+    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
+    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
+    checkpoint["agent"] = agent.state_dict()
+    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    with path.with_suffix(".partial").open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".partial").replace(path)
 
 
-def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
-    """The states of all random generators but the environments'."""
-    name, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "action_space": action_space.np_random.bit_generator.state,
-    }
-
-
-def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    action_space.np_random.bit_generator.state = states["action_space"]
-
-
-def repeat_episodes(envs: gym.vector.SyncVectorEnv, checkpoint: dict, seed: int) -> np.ndarray:
-    """Brings the environments to where the checkpoint left them -> observations (N, O).
-
-    One that does not repeat itself starts a fresh episode, and a warning says so.
-    """
-    obs, fresh = checkpoint["obs"].numpy().copy(), 0
-    for i, env in enumerate(envs.envs):
-        if not np.array_equal(env.repeat(checkpoint["envs"][i]), obs[i]):
-            obs[i], _ = env.reset(seed=seed + i)
-            fresh += 1
-    if fresh:
-        print(
-            f"warning: {checkpoint['env_id']} does not repeat itself: "
-            f"{fresh} of {len(obs)} environments start a fresh episode",
-            file=sys.stderr,
-        )
-    return obs
-
-
-def save_checkpoint(path: Path, checkpoint: dict) -> int:
-    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
-    partial_path = path.with_suffix(".partial")
-    try:
-        with partial_path.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial_path.replace(path)
-    except BaseException:
-        partial_path.unlink(missing_ok=True)
-        raise
-    return path.stat().st_size
-
-
-def load_checkpoint(path: Path) -> dict:
-    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            whole = file.testzip() is None  # torch.load does not notice a flipped bit
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
-    except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}")
-    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
-        checkpoint = None
-    if not isinstance(checkpoint, dict):
-        fail(f"{path} is damaged or was never a checkpoint")
-    if checkpoint.get("script") != SCRIPT:
-        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+def load(run_dir: Path) -> dict:
+    """The checkpoint of a run, its tensors on the CPU."""
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if checkpoint["script"] != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
+        raise SystemExit(f"--resume: {run_dir} is no run of this version of {SCRIPT}")
     return checkpoint
-
-
-def resumed_dir(args: Args) -> Path:
-    """The run directory that --resume names, by itself or by the checkpoint in it."""
-    return Path(args.resume.removesuffix(CHECKPOINT))
-
-
-SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
-EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
-KL = METRICS.index("approx_kl")
-STEADY_AFTER = 3  # rollouts, then compilation and capture are over
 
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
     check_args(args)
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
-    start_step = checkpoint["global_step"] if checkpoint else 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+            signal.signal(number, signal.default_int_handler)
+    checkpoint = load(Path(args.resume)) if args.resume else None
+    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
     batch_size = args.num_envs * args.num_steps
     total_timesteps = args.total_timesteps // batch_size * batch_size
-    watch = Stopwatch(
-        device, args.stopwatch, STEADY_AFTER * batch_size, trace_after=3, trace_iterations=1
-    )
-    random.seed(args.seed)
-    np.random.seed(args.seed)
+    if start_step >= total_timesteps:
+        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    warmup_steps = STEADY_AFTER * batch_size
+    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
 
-    envs = make_envs(args.env_id, args.num_envs)
-    envs.action_space.seed(args.seed)
-    low, high = envs.single_action_space.low, envs.single_action_space.high
+    envs = make_envs(args.env_id, args.num_envs, args.gamma)
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
-    normalizer = Normalizer(args.num_envs, obs_dim, args.gamma)
-    rollout = Rollout(args.num_steps, args.num_envs, obs_dim, action_dim, device)
+    rollout, episodic_return = Rollout(args, obs_dim, action_dim, device), math.nan
 
     # speed: all compilation and capture is set up here; the loop below does not know of it. Each
     # function compiles when it is first called, and a graph is captured on its third call
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # layers of 64 are too small to share
-    if args.compile:
-        compile_agent(agent)
     prepare = partial(agent.prepare, rollout)
+    if args.compile:
+        torch.set_num_threads(1)  # layers of 64 are too small to share
+        compile_agent(agent)
     if args.cudagraphs and device.type == "cuda":
         prepare = CudaGraphModule(prepare, warmup=3)
         agent.learn = CudaGraphModule(agent.learn, warmup=3)
 
-    kind = {"script": SCRIPT, "env_id": args.env_id, "obs_dim": obs_dim, "action_dim": action_dim}
-    kind |= {"num_envs": args.num_envs}
-    raw_obs, _ = envs.reset(seed=args.seed)
-    global_step, episodic_return = start_step, None
     if checkpoint:
-        for name, mine in kind.items():
-            if checkpoint[name] != mine:
-                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
-        try:
-            agent.load_state_dict(checkpoint["agent"])
-        except RuntimeError as error:  # networks of another shape: it names both
-            fail(f"{args.resume}: {' '.join(str(error).split())}")
-        normalizer.load_state_dict(checkpoint["normalizer"])
-        raw_obs = repeat_episodes(envs, checkpoint, args.seed + start_step)
-        obs = checkpoint["normalized_obs"].numpy()
-        fresh = (raw_obs != checkpoint["obs"].numpy()).any(axis=1)
-        obs[fresh] = normalizer.observe(raw_obs[fresh], fresh)
-        set_rng_states(checkpoint["rng"], envs.action_space, device)
-    else:
-        obs = normalizer.observe(raw_obs)
+        agent.load_state_dict(checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        set_statistics(envs, checkpoint["statistics"])
+        torch.set_rng_state(checkpoint["generators"][0])
+        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
+        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
+    obs, _ = envs.reset(seed=args.seed + start_step)
 
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
-    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
-    config = run_config(args, device)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
+    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
+    config = {"args": asdict(args), "command": " ".join(sys.argv)}
+    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
+    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
     (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    films = args.capture_video and can_render(args.env_id)
     if args.track:
-        track(args, run_dir, config)
-    # rows that the run wrote after its checkpoint come again: readers drop the first ones
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
     writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
     bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
 
     def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many environment steps; 0: never."""
-        return every > 0 and global_step % every < batch_size
-
-    def save() -> None:
-        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
-        begin = time.perf_counter()
-        writer.flush()
-        state = kind | {
-            "args": asdict(args),
-            "global_step": global_step,
-            "agent": agent.state_dict(),
-            "normalizer": normalizer.state_dict(),
-            "envs": [env.state_dict() for env in envs.envs],
-            "obs": torch.from_numpy(raw_obs),
-            "normalized_obs": torch.from_numpy(obs),
-            "rng": get_rng_states(envs.action_space, device),
-        }
-        try:
-            size = save_checkpoint(run_dir / CHECKPOINT, state)
-            seconds = time.perf_counter() - begin
-            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
-        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
-        bar.write(said, file=sys.stderr)
+        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
+        last = global_step >= total_timesteps
+        return every > 0 and (last or global_step % every < batch_size)
 
     try:
         while global_step < total_timesteps:
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - global_step / total_timesteps
-            agent.set_learning_rate(learning_rate)
+            share_done = global_step / total_timesteps if args.anneal_lr else 0
+            learning_rate = args.learning_rate * (1 - share_done)
+            # speed: a tensor, which compiled code and graphs read anew
+            agent.optimizer.lr.fill_(learning_rate)
 
             # 1. Roll out: T steps with the policy as it is.
             noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
-            # speed: one copy per rollout in each direction; `host` is in NumPy
-            noise, host = noise.cpu().numpy(), rollout.host
-            all_rewards, all_terminated = np.zeros((2, args.num_steps, args.num_envs))
+            # speed: one copy per rollout in each direction
+            noise = noise.cpu().numpy()
             agent.publish()
-            host["obs"][0] = obs
             for t in range(args.num_steps):
                 with watch.stage("inference"):
                     # speed: without PyTorch
                     actions = agent.act(obs, noise[t])
-                    clipped = np.clip(actions, low, high)
                 with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = envs.step(clipped)
+                    next_obs, rewards, terminated, truncated, infos = envs.step(actions)
 
-                # Where an episode ended, next_obs is already the next episode's first.
                 with watch.stage("replay"):
-                    ended, last_obs = terminated | truncated, next_obs
-                    if "final_obs" in infos:
-                        last_obs = next_obs.copy()
-                        for i in np.flatnonzero(ended):
-                            last_obs[i] = infos["final_obs"][i]
+                    ended = terminated | truncated
                     # speed: without PyTorch
-                    host["actions"][t], host["ended"][t] = actions, ended
-                    all_rewards[t], all_terminated[t] = rewards, terminated
-                    raw_obs, obs = next_obs, normalizer.observe(last_obs)
-                    if ended.any():
-                        # speed: without PyTorch
-                        host["final_values"][t] = agent.value(obs) * (~terminated & truncated)
-                        obs[ended] = normalizer.observe(next_obs[ended], ended)
-                    # speed: without PyTorch
-                    host["obs"][t + 1] = obs
+                    rollout.obs[t], rollout.actions[t] = obs, actions
+                    rollout.rewards[t], rollout.ended[t] = rewards, ended
+                    obs = next_obs
                 global_step += args.num_envs
+                # Where an episode ended, next_obs is already the next episode's first.
+                for i in ended.nonzero()[0]:
+                    with watch.stage("inference"):
+                        # speed: without PyTorch
+                        final_value = agent.value(infos["final_obs"][i])
+                        rollout.final_values[t, i] = final_value * (not terminated[i])
+                    with watch.stage("logging"):
+                        episodic_return = infos["final_info"]["episode"]["r"][i]
+                        writer.add_scalar("charts/episodic_return", episodic_return, global_step)
+                        length = infos["final_info"]["episode"]["l"][i]
+                        writer.add_scalar("charts/episodic_length", length, global_step)
 
-                with watch.stage("logging"):
-                    if "final_info" in infos:
-                        episode = infos["final_info"]["episode"]
-                        for i in np.flatnonzero(infos["_final_info"]):
-                            episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
-                            writer.add_scalar(
-                                "charts/episodic_return", episodic_return, global_step
-                            )
-                            writer.add_scalar("charts/episodic_length", length, global_step)
-
-            # 2. Learn from it in several epochs; with --target-kl, look after each.
+            # 2. Learn from it in several epochs.
             with watch.stage("backpropagation"):
-                # speed: the rewards at once, and the one copy to the device
-                host["rewards"][:] = normalizer.reward_all(all_rewards, all_terminated)
-                rollout.upload()
-                returns, values = prepare()
-                orders = [
-                    torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)
-                ]
-                at_once = args.update_epochs if args.target_kl is None else 1
-                for epochs in torch.stack(orders).split(at_once):
-                    # speed: on the CPU a call per minibatch; with CUDA graphs one replay for all
-                    metrics = agent.learn(epochs)
-                    if args.target_kl is not None and metrics[KL] > args.target_kl:
+                if not math.isfinite(rollout.obs.sum() + rollout.rewards.sum()):
+                    steps = f"steps {global_step - batch_size:,} to {global_step:,}"
+                    raise SystemExit(f"{steps}: observation or reward is not finite")
+                # speed: one copy, for which the CPU does not wait: reading the losses waits for it
+                rollout.obs[-1] = obs
+                torch._foreach_copy_(rollout.tensors, rollout.host, non_blocking=True)
+                batch = prepare()
+                metrics = []
+                for _ in range(args.update_epochs):
+                    metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
+                    if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
                         break
+                explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
+                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
+                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
 
             # 3. Log.
             with watch.stage("logging"):
-                sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                if not np.isfinite(losses).all():
+                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
+                sps, steady_sps = watch.speed(global_step - start_step)
                 writer.add_scalar("charts/SPS", sps, global_step)
                 if steady_sps:
                     writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
+                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
                 writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                # speed: columns of `data`
-                explained = 1 - (returns - values).var() / returns.var()
-                writer.add_scalar("losses/explained_variance", explained.item(), global_step)
-                for name, value in zip(METRICS, metrics.tolist(), strict=True):
-                    writer.add_scalar(f"losses/{name}", value, global_step)
-                shown = f"{steady_sps or sps:,.0f} steps/s"
-                if episodic_return is not None:
-                    shown += f", return {episodic_return:,.1f}"
-                bar.set_postfix_str(shown, refresh=False)
+                writer.add_scalar("losses/explained_variance", explained, global_step)
+                for tag, value in zip(METRICS, losses, strict=True):
+                    writer.add_scalar(f"losses/{tag}", value, global_step)
+                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                 bar.update(global_step - bar.n)
 
-            # 4. Evaluate and save, now and then and at the end.
+            # 4. Save and evaluate, now and then and at the end.
             last = global_step >= total_timesteps
-            if due(args.eval_every) or last and (args.eval_every or args.capture_video):
-                with watch.stage("evaluation"):
-                    video = run_dir / "videos" / f"step-{global_step}" if films else None
-                    eval_return = evaluate(agent.model, normalizer, args, device, video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    said = f"evaluation at step {global_step:,}: mean return {eval_return:,.1f}"
-                    bar.write(said, file=sys.stderr)
-            if due(args.checkpoint_every) or last and (args.checkpoint_every or args.save_model):
+            if due(args.checkpoint_every) or args.save_model and last:
                 with watch.stage("checkpoint"):
-                    save()
+                    statistics = get_statistics(envs)
+                    save(run_dir / "checkpoint.pt", agent, global_step, statistics=statistics)
+            if due(args.eval_every) or args.capture_video and last:
+                with watch.stage("evaluation"):
+                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
+                    eval_return = evaluate(agent, args, get_statistics(envs), video)
+                    writer.add_scalar("charts/eval_return", eval_return, global_step)
+                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
             watch.tick(global_step - start_step)
     except KeyboardInterrupt:
-        print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(f"interrupted after {global_step:,} steps") from None
     finally:
         bar.close()
-        envs.close()
-        report = watch.report()
-        if report["warmup_seconds"] is not None:
-            writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
         writer.close()
-        (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
-        print(f"run directory: {run_dir}")
+        watch.report(run_dir / f"stages{suffix}")
     return run_dir
 
 
-def parse_args() -> Args:
-    """The command line; with --resume, a flag that is not given is what it was in that run."""
-    args = tyro.cli(Args)
-    if args.resume is None:
-        return args
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
-    return tyro.cli(Args, default=Args(**checkpoint["args"]))
-
-
-def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
-    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
-    if not isinstance(error.exc_value, OSError):
-        threading.__excepthook__(error)
-
-
 if __name__ == "__main__":
-    threading.excepthook = print_unless_raised_again
-    try:
-        main(parse_args())
-    except OSError as error:  # runs/ is read-only, the disk is full
-        fail(f"the run stops: {error}")
+    args = tyro.cli(Args)
+    if args.resume:  # flags that are not given stay as they were
+        args = tyro.cli(Args, default=Args(**load(Path(args.resume))["args"]))
+    main(args)
