@@ -251,9 +251,9 @@ def make_envs(
         env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(env))
         if gamma is not None:  # evaluation normalizes by what all environments have shown
             env = gym.wrappers.NormalizeObservation(env)
-            env = gym.wrappers.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), None)
+            env = gym.wrappers.TransformObservation(env, lambda obs: obs.clip(-10, 10), None)
             env = gym.wrappers.NormalizeReward(env, gamma)
-            env = gym.wrappers.TransformReward(env, lambda reward: np.clip(reward, -10, 10))
+            env = gym.wrappers.TransformReward(env, lambda reward: reward.clip(-10, 10))
         return env
 
     makers = [lambda i=i: make_env(i) for i in range(num_envs)]

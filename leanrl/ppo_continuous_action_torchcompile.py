@@ -28,7 +28,6 @@ import torch
 import tqdm
 import tyro
 from gymnasium.spaces import Box
-from gymnasium.wrappers.utils import RunningMeanStd
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -243,44 +242,54 @@ def check_args(args: Args) -> None:
         print("--cudagraphs: no CUDA device, it has no effect", file=sys.stderr)
 
 
-# speed: normalizes all environments at once, where each would have wrappers of its own, and leaves
-# out what Gymnasium's class does for nobody: copies, and infos that are not about an ended episode
+# speed: normalizes all environments at once, and spares copies and infos that nobody reads
 class NormalizedVectorEnv(gym.vector.VectorEnv):
-    """N environments that reset in the step that ends an episode."""
+    """N environments that reset in the step that ends an episode; infos are about its end."""
 
     def __init__(self, envs: list[gym.Env], gamma: float):
         self.envs, self.num_envs, self.gamma = envs, len(envs), gamma
         self.single_observation_space = envs[0].observation_space
         self.single_action_space = envs[0].action_space
-        self.obs_rms = RunningMeanStd(shape=(len(envs), *envs[0].observation_space.shape))
-        self.return_rms = RunningMeanStd(shape=(len(envs),))
-        self.discounted_reward = np.zeros(len(envs))
+        # means, variances, counts (3, N, O + 1) of observations and, last, of the discounted reward
+        self.rms = np.zeros((3, len(envs), envs[0].observation_space.shape[0] + 1))
+        self.rms[1], self.rms[2] = 1, 1e-4
+        views = *self.rms[..., :-1], *self.rms[..., -1]
+        self.statistics = {f"{x}_{y}": z for (x, y), z in zip(STATISTICS, views, strict=True)}
+        self.discounted_reward = self.statistics["discounted_reward"] = np.zeros(len(envs))
 
-    def observe(self, obs: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Normalizes obs (N, O) -> (N, O) float32, after it has taken in those that count 1."""
-        self.obs_rms.update_from_moments(obs, 0, counts[:, None])
-        scaled = (obs - self.obs_rms.mean) / np.sqrt(self.obs_rms.var + 1e-8)
-        return np.minimum(np.maximum(scaled, -10), 10).astype(np.float32)
+    def normalize(self, x: np.ndarray, *where: int | slice) -> tuple[np.ndarray, np.ndarray]:
+        """Takes in x, as Gymnasium does, for that part of `rms` -> normalized x, deviations."""
+        mean, var, count = (array[where] for array in self.rms)
+        count += 1
+        delta = x - mean
+        mean += delta / count
+        var += delta * delta / count
+        var *= 1 - 1 / count
+        std = np.sqrt(var + 1e-8)
+        return ((x - mean) / std).clip(-10, 10), std
+
+    def start(self, i: int, seed: int | None = None) -> np.ndarray:
+        """Begins an episode of environment i -> its first observation, normalized (O,)."""
+        return self.normalize(self.envs[i].reset(seed=seed)[0], i, slice(-1))[0]
 
     def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        starts = [env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)]
-        return self.observe(np.array(starts), np.ones(self.num_envs)), {}
+        return np.float32([self.start(i, seed + i) for i in range(self.num_envs)]), {}
 
     def step(self, actions: np.ndarray) -> tuple:
         steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
-        *arrays, infos = zip(*steps, strict=True)
-        raw_obs, rewards, terminated, truncated = map(np.array, arrays)
-        obs, ends = self.observe(raw_obs, np.ones(self.num_envs)), {}
+        obs, *arrays, infos = zip(*steps, strict=True)
+        rewards, terminated, truncated = map(np.array, arrays)
+        self.discounted_reward[:] = self.discounted_reward * self.gamma * (1 - terminated) + rewards
+        x = np.empty_like(self.rms[0])
+        x[:, :-1], x[:, -1] = obs, self.discounted_reward
+        x, std = self.normalize(x)
+        obs, ends = x[:, :-1].astype(np.float32), {}
+        rewards = (rewards / std[:, -1]).clip(-10, 10)
         ended = (terminated | truncated).nonzero()[0]
         if len(ended):
             episode = {key: {i: infos[i]["episode"][key] for i in ended} for key in ("r", "l")}
-            ends = {"final_obs": obs, "final_info": {"episode": episode}}
-            raw_obs[ended] = [self.envs[i].reset()[0] for i in ended]
-            new_obs = self.observe(raw_obs, terminated | truncated)
-            obs = np.where((terminated | truncated)[:, None], new_obs, obs)
-        self.discounted_reward = self.discounted_reward * self.gamma * (1 - terminated) + rewards
-        self.return_rms.update_from_moments(self.discounted_reward, 0, 1)
-        rewards = np.clip(rewards / np.sqrt(self.return_rms.var + 1e-8), -10, 10)
+            ends = {"final_obs": obs.copy(), "final_info": {"episode": episode}}
+            obs[ended] = [self.start(i) for i in ended]
         return obs, rewards, terminated, truncated, ends
 
 
@@ -309,21 +318,15 @@ def make_envs(
 
 def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
     """What normalization has learned, a row per environment: for checkpoints and evaluation."""
-    # speed: rows already
-    found = {"discounted_reward": envs.discounted_reward}
-    for kind, name in STATISTICS:
-        # speed: rows already
-        found[f"{kind}_{name}"] = getattr(getattr(envs, kind), name)
-    return {name: torch.as_tensor(np.array(rows)) for name, rows in found.items()}
+    # speed: the arrays of all environments
+    return {name: torch.tensor(rows) for name, rows in envs.statistics.items()}
 
 
 def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
     """Puts back what `get_statistics` has returned."""
-    # speed: rows already
-    envs.discounted_reward = statistics["discounted_reward"].numpy()
-    for kind, name in STATISTICS:
-        # speed: rows already
-        setattr(getattr(envs, kind), name, statistics[f"{kind}_{name}"].numpy())
+    # speed: into the arrays of all environments
+    for name, rows in envs.statistics.items():
+        rows[:] = statistics[name]
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
@@ -364,8 +367,7 @@ class Rollout:
     """T steps of N environments on `device`: (T, N, O), (T, N, A) and otherwise (T, N)."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
-        # speed: NumPy fills memory of the CPU, without PyTorch's dispatch, to be copied at once to
-        # the device; obs has a row more, for what follows, and `prepare` computes what is missing
+        # speed: filled by NumPy, without PyTorch's dispatch, and copied to the device at once
         shape, pinned = (args.num_steps, args.num_envs), device.type == "cuda"
         shapes = (shape[0] + 1, shape[1], obs_dim), (*shape, action_dim), shape, shape, shape
         self.host = [torch.zeros(shape, pin_memory=pinned) for shape in shapes]
@@ -471,8 +473,7 @@ class Adam:
 def forward(layers: list[np.ndarray], x: np.ndarray) -> np.ndarray:
     """A network of the model in NumPy: x (..., O) -> what its last layer puts out (..., .)."""
     weight1, bias1, weight2, bias2, weight3, bias3 = layers
-    x = np.tanh(x @ weight1 + bias1)
-    x = np.tanh(x @ weight2 + bias2)
+    x = np.tanh(np.tanh(x @ weight1 + bias1) @ weight2 + bias2)
     return x @ weight3 + bias3
 
 
@@ -490,9 +491,9 @@ class PPO(nn.Module):
         self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
-    # speed: what a call of the model takes in place of its parameters
+    # speed: acting leaves out all but the actions, and PyTorch
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters in a vector, by their names."""
+        """The parameters in a vector by name, as a call of the model can take them."""
         parts = flat.split([shape.numel() for shape in self.shapes.values()])
         return {n: x.view(self.shapes[n]) for n, x in zip(self.shapes, parts, strict=True)}
 
@@ -512,8 +513,7 @@ class PPO(nn.Module):
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""
         with torch.no_grad():
-            # speed: the policy has not changed, so one call computes what it would have said at
-            # each step and at what follows the last
+            # speed: the policy is still that which acted, so one call computes what it left out
             obs, actions, rewards, ended, final_values = rollout.tensors
             mean, log_std, all_values = self.model(obs)
             log_probs = gaussian_log_prob(actions, mean[:-1], log_std)
@@ -703,7 +703,7 @@ def main(args: Args) -> Path:
                     steps = f"steps {global_step - batch_size:,} to {global_step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")
                 # speed: one copy, for which the CPU does not wait: reading the losses waits for it
-                rollout.obs[-1] = obs
+                rollout.obs[-1] = obs  # what follows the last step
                 torch._foreach_copy_(rollout.tensors, rollout.host, non_blocking=True)
                 batch = prepare()
                 metrics = []
