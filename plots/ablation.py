@@ -6,9 +6,8 @@
 
 HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too), the variant eager or the
 baseline. In rounds: the whole script, then without one trick after the other, with what one would
-do otherwise in its place, each in a process of its own; round n with seed n. A trick that others
-rest on (one row per transition in PPO, gradients as values) cannot be taken away alone and is not
-in the table.
+do otherwise in its place, each in a process of its own; round n with seed n. Where torch.compile
+cannot follow what takes the place of a trick, it compiles what is around that.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of whole        median over the rounds of steps/s divided by the whole script's in that round
@@ -37,52 +36,152 @@ SETTINGS = {
 }
 
 
-def uncompiled(*names: str):
-    """A patch that leaves these methods of the agent as they are."""
+def baseline_of(module):
+    """What a variant would do otherwise stands in its baseline."""
+    return importlib.import_module(module.__name__.removesuffix(run_dirs.VARIANT))
+
+
+def agent_of(module) -> type:
+    """The class of the algorithm."""
+    return next(vars(module)[name] for name in ("SAC", "TD3", "PPO") if hasattr(module, name))
+
+
+def uncompiled(name: str):
+    """A patch that leaves this method of the agent as it is."""
 
     def patch(module) -> None:
         compile_agent = module.compile_agent
 
         def compile_others(agent) -> None:
             compile_agent(agent)
-            for name in names:
-                vars(agent).pop(name, None)  # the method of the class is not compiled
+            vars(agent).pop(name)  # the method of the class is not compiled
 
         module.compile_agent = compile_others
 
     return patch
 
 
-def patch_precision(module) -> None:
-    module.keeps_float32 = lambda precision: False
+def outside_of_graphs(module, function):
+    """`function` for the place of one that torch.compile could follow."""
+    import torch
+
+    compile_agent = module.compile_agent
+
+    def compile_in_parts(agent) -> None:
+        whole = torch.compile
+        torch.compile = lambda method, fullgraph: whole(method)
+        try:
+            compile_agent(agent)
+        finally:
+            torch.compile = whole
+
+    module.compile_agent = compile_in_parts
+    return torch.compiler.disable(function)
+
+
+# SAC and TD3
+
+
+def patch_stacking(module) -> None:
+    """Two networks, one after the other."""
+    module.TwinQ = baseline_of(module).TwinQ
+    module.actor_loss = baseline_of(module).actor_loss
 
 
 def patch_replay(module) -> None:
-    """Five tensors, five gathers, a batch made anew."""
-    baseline = importlib.import_module(module.__name__.removesuffix("_torchcompile"))
-    module.ReplayBuffer = baseline.ReplayBuffer
+    """Five tensors, five copies, five gathers."""
+    import torch
+
+    class ReplayBuffer(module.ReplayBuffer):
+        def __init__(self, args, obs_dim, action_dim, device):
+            super().__init__(args, obs_dim, action_dim, device)
+            shapes = [part.shape for part in self.batch]
+            self.batch = module.Batch(*(torch.empty(shape, device=device) for shape in shapes))
+            shapes = [(self.capacity, *shape[1:]) for shape in shapes]
+            self.columns = [torch.empty(shape, device=device) for shape in shapes]
+
+        def add(self, *fields):
+            end = self.position + len(fields[0])
+            for column, new in zip(self.columns, fields, strict=True):
+                column[self.position : end] = torch.as_tensor(new, dtype=torch.float32)
+            self.size = max(self.size, end)
+            self.position = end % self.capacity
+            self.device_size.fill_(self.size)
+
+        def draw(self):
+            uniform = torch.rand(len(self.rows), dtype=torch.float64, device=self.data.device)
+            index = (uniform * self.device_size).long()
+            for column, part in zip(self.columns, self.batch, strict=True):
+                torch.index_select(column, 0, index, out=part)
+
+    module.ReplayBuffer = ReplayBuffer
 
 
 def patch_target(module) -> None:
     """A call per tensor."""
+    agent_of(module).update_target = agent_of(baseline_of(module)).update_target
+
+
+def patch_gradients(module) -> None:
+    """Gradients in .grad, whose computation torch.compile leaves to PyTorch."""
+
+    def gradient_step(loss, optimizer) -> None:
+        for parameter in optimizer.parameters:
+            parameter.grad = None
+        loss.backward(inputs=optimizer.parameters)
+        optimizer.step([parameter.grad for parameter in optimizer.parameters])
+
+    module.gradient_step = outside_of_graphs(module, gradient_step)
+
+
+def patch_optimizer(module) -> None:
+    """PyTorch's own Adam in its fastest form, which torch.compile cannot trace."""
     import torch
 
-    def update_target(self) -> None:
-        with torch.no_grad():
-            for target, parameter in zip(self.target_parameters, parameters(self), strict=True):
-                target.lerp_(parameter, self.args.tau)
+    def step(self, gradients) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.adam.step()
 
-    if hasattr(module, "SAC"):
-        owner, parameters = module.SAC, lambda agent: agent.q_parameters
-    else:
-        owner, parameters = module.TD3, lambda agent: agent.parameters
-    owner.update_target = update_target
+    class Adam:
+        def __init__(self, parameters, lr, **settings):
+            self.parameters = list(parameters)
+            settings |= {"fused": True, "capturable": self.parameters[0].is_cuda}
+            self.lr = torch.tensor(lr, device=self.parameters[0].device)
+            self.adam = torch.optim.Adam(self.parameters, self.lr, **settings)
+
+    Adam.step = outside_of_graphs(module, step)
+    module.Adam = Adam
+
+
+# PPO
 
 
 def patch_vector_env(module) -> None:
-    import gymnasium as gym
+    """Gymnasium's vector environment and its wrappers for normalization."""
+    for name in ("make_envs", "get_statistics", "set_statistics"):
+        setattr(module, name, getattr(baseline_of(module), name))
 
-    module.LeanVectorEnv = gym.vector.SyncVectorEnv
+
+def patch_normalization(module) -> None:
+    """Gymnasium's wrappers for normalization in the script's own vector environment."""
+    import gymnasium as gym
+    import numpy as np
+
+    class NormalizedVectorEnv(module.NormalizedVectorEnv):
+        def __init__(self, envs, gamma):
+            wrapped = []
+            for env in envs:
+                env = gym.wrappers.NormalizeObservation(env)
+                env = gym.wrappers.TransformObservation(env, lambda x: np.clip(x, -10, 10), None)
+                env = gym.wrappers.NormalizeReward(env, gamma)
+                wrapped.append(gym.wrappers.TransformReward(env, lambda x: np.clip(x, -10, 10)))
+            super().__init__(wrapped, gamma)
+
+        def normalize(self, x, *where):
+            return x, np.ones((1, 1))
+
+    module.NormalizedVectorEnv = NormalizedVectorEnv
 
 
 def patch_acting(module) -> None:
@@ -91,8 +190,22 @@ def patch_acting(module) -> None:
 
     def act(self, obs, noise):
         with torch.no_grad():
-            mean = self.model.actor_mean(torch.from_numpy(obs))
-            return (mean + self.model.actor_logstd.exp() * torch.from_numpy(noise)).numpy()
+            mean = self.model.actor_mean(torch.as_tensor(obs).to(self.flat.device))
+            noise = torch.as_tensor(noise).to(self.flat.device)
+            return (mean + self.model.actor_logstd.exp() * noise).cpu().numpy()
+
+    module.PPO.act = act
+
+
+def patch_later(module) -> None:
+    """Log-probabilities and values at each step, in NumPy like the actions."""
+    import numpy as np
+
+    def act(self, obs, noise):
+        actions = module.forward(self.actor_layers, obs) + self.std * noise
+        module.forward(self.critic_layers, obs)
+        (-0.5 * noise**2 - np.log(self.std) - 0.5 * np.log(2 * np.pi)).sum(axis=-1)
+        return actions
 
     module.PPO.act = act
 
@@ -102,45 +215,101 @@ def patch_acting_whole(module) -> None:
     import torch
 
     def act(self, obs, noise):
-        with torch.no_grad():
-            mean, log_std, _ = self.model(torch.from_numpy(obs))
-            actions = mean + log_std.exp() * torch.from_numpy(noise)
-            module.gaussian_log_prob(actions, mean, log_std)
-            return actions.numpy()
+        obs, noise = (torch.as_tensor(x).to(self.flat.device) for x in (obs, noise))
+        return baseline_of(module).PPO.act(self, obs, noise)[0].cpu().numpy()
 
     module.PPO.act = act
 
 
-def patch_rewards(module) -> None:
-    import numpy as np
+def patch_rollout(module) -> None:
+    """Storing by PyTorch."""
+    import torch
 
-    def reward_all(self, rewards, terminated):
-        return np.stack([self.reward(*step) for step in zip(rewards, terminated, strict=True)])
+    class Column:
+        def __init__(self, tensor):
+            self.tensor = tensor
 
-    module.Normalizer.reward_all = reward_all
+        def __setitem__(self, where, new):
+            self.tensor[where] = torch.as_tensor(new)
+
+        def sum(self):
+            return self.tensor.sum().item()
+
+    class Rollout(module.Rollout):
+        def __init__(self, *given):
+            super().__init__(*given)
+            names = "obs", "actions", "rewards", "ended", "final_values"
+            vars(self).update(zip(names, map(Column, self.host), strict=True))
+
+    module.Rollout = Rollout
 
 
 def patch_advantages(module) -> None:
-    """The recurrence, step by step; compiled it would be unrolled for minutes, so it is not."""
-    baseline = importlib.import_module(module.__name__.removesuffix("_torchcompile"))
-    module.compute_gae = baseline.compute_gae
-    uncompiled("prepare")(module)
+    """The recurrence, step by step."""
+    module.compute_gae = baseline_of(module).compute_gae
 
 
-def patch_tanh(module) -> None:
+def patch_vector(module) -> None:
+    """A gradient, a norm and a step per parameter."""
     import torch
 
-    compile_agent = module.compile_agent
+    make, publish = module.PPO.__init__, module.PPO.publish
 
-    def compile_with_default(agent) -> None:
-        compile_agent(agent)
-        torch._inductor.config.cpp.use_decompose_tanh = False
+    def make_with_list(self, args, *given) -> None:
+        make(self, args, *given)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
+        self.optimizer = module.Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
+        self.optimizers = (self.optimizer,)
 
-    module.compile_agent = compile_with_default
+    def publish_list(self) -> None:
+        self.flat = torch.nn.utils.parameters_to_vector(self.parameters()).detach()
+        publish(self)
+
+    def update(self, batch, index):
+        minibatch = module.Batch(*(column[index] for column in batch))
+        loss, metrics = module.ppo_loss(self.model, minibatch, self.args)
+        gradients = torch.autograd.grad(loss, self.optimizer.parameters)
+        norm = torch.stack(torch._foreach_norm(gradients)).norm()
+        scale = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        self.optimizer.step(torch._foreach_mul(gradients, scale))
+        return metrics
+
+    module.PPO.__init__, module.PPO.publish, module.PPO.update = (
+        make_with_list,
+        publish_list,
+        update,
+    )
+
+
+def patch_gradient(module) -> None:
+    """Gradients in .grad, whose computation torch.compile leaves to PyTorch."""
+    import torch
+
+    def gradient_of(loss, parameters):
+        for parameter in parameters:
+            parameter.grad = None
+        loss.backward()
+        return torch.cat([parameter.grad.flatten() for parameter in parameters])
+
+    gradient_of = outside_of_graphs(module, gradient_of)
+
+    def update(self, batch, index):
+        minibatch = module.Batch(*(column[index] for column in batch))
+        loss, metrics = module.ppo_loss(self.model, minibatch, self.args)
+        gradient = gradient_of(loss, list(self.parameters()))
+        scale = (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1)
+        self.optimizer.step([gradient * scale])
+        return metrics.detach()
+
+    module.PPO.update = update
 
 
 def patch_threads(module) -> None:
     module.torch.set_num_threads = lambda threads: None
+
+
+# Baselines
 
 
 def patch_adam(module) -> None:
@@ -149,10 +318,10 @@ def patch_adam(module) -> None:
     module.Adam = lambda parameters, **settings: fused(parameters, **settings | {"fused": False})
 
 
-def patch_gradients(module) -> None:
+def patch_inputs(module) -> None:
     """Backward through the policy's loss computes the critics' gradients too."""
 
-    def gradient_step(loss, parameters, optimizer) -> None:
+    def gradient_step(loss, optimizer) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -179,34 +348,40 @@ def patch_temperature(module) -> None:
 
 
 OFF_POLICY = {
-    "oneDNN's matrix products on AMD": patch_precision,
+    "critics stacked by vmap": patch_stacking,
+    "replay in one tensor, one gather": patch_replay,
+    "an Adam that compiles": patch_optimizer,
+    "gradients as values": patch_gradients,
+    "targets in one call": patch_target,
     "critic update compiled": uncompiled("update_critic"),
     "actor update compiled": uncompiled("update_actor"),
     "acting compiled": uncompiled("act"),
-    "replay in one tensor, one gather": patch_replay,
-    "targets in one call": patch_target,
 }
 ON_POLICY = {
-    "update compiled": uncompiled("update"),
-    "preparation compiled": uncompiled("prepare"),
-    "advantages in log2(T) steps": patch_advantages,
     "acting in NumPy": patch_acting,
+    "log-probabilities and values later": patch_later,
     "acting in NumPy; log-probabilities and values later": patch_acting_whole,
-    "rewards normalized by rollout": patch_rewards,
+    "rollout stored by NumPy": patch_rollout,
     "lean vector environment": patch_vector_env,
-    "tanh by exp": patch_tanh,
+    "normalization of all environments at once": patch_normalization,
+    "advantages in log2(T) steps": patch_advantages,
+    "parameters in one vector": patch_vector,
+    "gradients as values": patch_gradient,
+    "an Adam that compiles": patch_optimizer,
     "one thread": patch_threads,
+    "update compiled": uncompiled("update"),
 }
-OF_COMPILER = ("compiled", "tanh by exp")  # what eager code cannot do without
+OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compiled")
+OF_COMPILER += ("update compiled", "one thread")  # without --compile there is nothing of it
 
 
 def of_eager(tricks: dict) -> dict:
-    return {name: p for name, p in tricks.items() if not any(word in name for word in OF_COMPILER)}
+    return {name: patch for name, patch in tricks.items() if name not in OF_COMPILER}
 
 
 BASELINE = {
     "fused Adam": patch_adam,
-    "no gradients of the critics in the policy's": patch_gradients,
+    "no gradients of the critics in the policy's": patch_inputs,
 }
 TRICKS = {  # (algorithm, row of the speed-up table)
     ("sac", "compile"): OFF_POLICY,

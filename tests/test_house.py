@@ -3,17 +3,20 @@
 Nothing here installs or needs a network.
 """
 
+import functools
+import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 
 import ablation
 import devices
 import field
 import pytest
 import run_dirs
+import torch
 from conftest import ROOT
 
 PIN = re.compile(r'[\w-]+(\[\w+\])?==[\w.]+(; python_version (<|>=) "3\.\d+")?')
@@ -88,29 +91,47 @@ def test_rows_of_devices_are_commands_of_scripts(task, gpus):
     assert task != "atari" or counts == ([1, 2] if gpus < 4 else [1, 2, 4])
 
 
-@pytest.mark.parametrize("algorithm, row", ablation.TRICKS)
-def test_every_trick_can_be_taken_away(algorithm, row, tmp_path):
-    """Each patch fits the script as it is today: a short run goes on without the trick."""
-    settings = {"env_id": "Pendulum-v1", "total_timesteps": 64}
+def without_a_trick(algorithm: str, row: str, trick: str):
+    """A short run of a fresh copy of the script, without the trick."""
+    suffix = "" if row == "baseline" else run_dirs.VARIANT
+    name = f"leanrl.{algorithm}_continuous_action{suffix}"
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ablation.TRICKS[algorithm, row][trick](module)
+    settings = {"env_id": "Pendulum-v1", "total_timesteps": 64, "exp_name": trick}
     if algorithm == "ppo":
         settings |= {"num_steps": 32, "num_minibatches": 2, "update_epochs": 1}
     else:
-        settings |= {"learning_starts": 16, "batch_size": 8}
-    code = f"""
-import importlib, sys
-sys.path.append({str(ROOT / "plots")!r})
-import ablation
-name = "leanrl.{algorithm}_continuous_action{"" if row == "baseline" else run_dirs.VARIANT}"
-for i, patch in enumerate(ablation.TRICKS[{algorithm!r}, {row!r}].values()):
-    module = importlib.reload(importlib.import_module(name))
-    patch(module)
-    module.main(module.Args(exp_name=str(i), **{settings!r}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("run directory") == len(ablation.TRICKS[algorithm, row])
+        settings |= {"learning_starts": 16, "batch_size": 8, "buffer_size": 100}
+    if row == "compile":
+        settings |= {"compile": True}
+    run_dir = module.main(module.Args(**settings))
+    assert json.loads((run_dir / "stages.json").read_text())["sps_inclusive"] > 0
+
+
+TRICKS = [(*key, trick) for key, tricks in ablation.TRICKS.items() for trick in tricks]
+NOT_COMPILED = [trick for trick in TRICKS if trick[1] != "compile"]
+
+
+@pytest.mark.parametrize(("algorithm", "row", "trick"), NOT_COMPILED)
+def test_every_trick_can_be_taken_away(algorithm, row, trick, tmp_path, monkeypatch):
+    """Each patch fits the script as it is today: a short run goes on without the trick."""
+    monkeypatch.chdir(tmp_path)
+    without_a_trick(algorithm, row, trick)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "row", "trick"), [trick for trick in TRICKS if trick not in NOT_COMPILED]
+)
+def test_every_trick_can_be_taken_away_from_compiled_code(
+    algorithm, row, trick, tmp_path, monkeypatch, one_thread
+):
+    """Traced by the compiler; no code is generated for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    without_a_trick(algorithm, row, trick)
 
 
 # run.sh, .ci/run, requirements
