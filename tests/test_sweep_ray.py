@@ -16,7 +16,8 @@ import run_dirs
 from conftest import ROOT
 from test_sweep import STAND_IN, alive, found_in, states, wait_until, write_sweep
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
 TOKEN = "0123456789abcdef" * 4
 
 
@@ -77,9 +78,7 @@ def head():
 def place(tmp_path, monkeypatch):
     root = tmp_path / "a place"
     (root / "leanrl").mkdir(parents=True)
-    (root / "requirements").mkdir()
     shutil.copy(ROOT / "leanrl/sweep.py", root / "leanrl")
-    shutil.copy(ROOT / "requirements/requirements-ray.txt", root / "requirements")
     (root / "leanrl/x.py").write_text(STAND_IN)
     monkeypatch.chdir(root)
     return root
@@ -142,12 +141,12 @@ def test_ray_makes_what_the_launcher_here_makes(head, place):
 
 
 def test_real_runs_are_the_same_here_and_there(head, tmp_path, monkeypatch):
-    """Eight short PPO runs, one of which cannot work: same folders, returns and losses."""
+    """Four short PPO runs, one of which cannot work: same folders, returns and losses."""
     monkeypatch.chdir(tmp_path)
     Path("ppo.py").write_text(
         "script = 'leanrl/ppo_continuous_action.py'\n"
-        "params = dict(seed=list(range(1, 9)), env_id=['Pendulum-v1'], num_steps=[256],\n"
-        "    num_minibatches=lambda seed: [4 if seed < 8 else 7], total_timesteps=[1280])\n"
+        "params = dict(seed=[1, 2, 3, 4], env_id=['Pendulum-v1'], num_steps=[256],\n"
+        "    num_minibatches=lambda seed: [4 if seed < 4 else 7], total_timesteps=[1280])\n"
     )
     program, found = [sys.executable, str(ROOT / "leanrl/sweep.py"), "run", "ppo.py"], {}
     for place, words in (
@@ -159,7 +158,7 @@ def test_real_runs_are_the_same_here_and_there(head, tmp_path, monkeypatch):
         )
         assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout + done.stderr
         runs, skipped = run_dirs.read_runs([Path("runs/ppo")])
-        assert len(runs) == 7 and len(skipped) == 1
+        assert len(runs) == 3 and len(skipped) == 1
         tags = ["charts/episodic_return", "losses/policy_loss", "losses/value_loss"]
         found[place] = {
             run.path.parts[-3]: {
@@ -173,19 +172,6 @@ def test_real_runs_are_the_same_here_and_there(head, tmp_path, monkeypatch):
     assert all(len(metrics) == 3 for metrics in found["here"].values())
 
 
-def test_the_template_of_a_cluster_is_one():
-    """Ray's own schema, and the promise that idle workers end."""
-    import jsonschema
-    import ray.autoscaler
-    import yaml
-
-    config = yaml.safe_load((ROOT / "leanrl/sweeps/cluster.yaml").read_text())
-    schema = Path(ray.autoscaler.__file__).with_name("ray-schema.json")
-    jsonschema.validate(config, json.loads(schema.read_text()))
-    assert config["available_node_types"]["worker"]["min_workers"] == 0
-    assert config["idle_timeout_minutes"] <= 5 and not config["provider"]["cache_stopped_nodes"]
-
-
 def test_it_asks_before_it_launches(head, place):
     path = write_sweep(place, {"n": [1]})
     for answer in ("n\n", "", "what\n"):
@@ -195,26 +181,30 @@ def test_it_asks_before_it_launches(head, place):
 
 
 def test_a_killed_launcher_is_followed_again(head, place):
-    path = write_sweep(place, {"n": [1, 2, 3], "sleep": [3.0]})
+    path = write_sweep(place, {"n": [1, 2, 3], "until": [f"{place}/now"]})
     launcher = launch(head, path)
     wait_until(lambda: len(alive(place)) == 2, 60)
     launcher.kill()
     launcher.communicate()
-    assert len(alive(place)) == 2  # the job goes on
-    done = call(head, *on_ray(head, "run", path, "--yes"), check=0)
-    assert "at work already" in done.stdout and "3/3" in done.stdout
+    again = launch(head, path)
+    assert any("at work already" in line for line in again.stdout)  # reads up to there
+    assert len(alive(place)) == 2  # the job went on
+    (place / "now").touch()
+    out, error = again.communicate(timeout=120)
+    assert again.returncode == 0 and "3/3" in out, out + error
     statuses = [json.loads(p.read_text()) for p in (place / "runs/study").glob("*/status.json")]
     assert [status["attempt"] for status in statuses] == [1, 1, 1]
 
 
 def test_a_killed_worker_loses_no_run(head, place):
-    path = write_sweep(place, {"n": [1, 2], "sleep": [4.0]})
+    path = write_sweep(place, {"n": [1, 2], "until": [f"{place}/now"]})
     launcher = launch(head, path)
     wait_until(lambda: len(alive(place)) == 2, 60)
     victim = alive(place)[0]
     with open(f"/proc/{victim}/stat") as file:
         worker = int(file.read().rpartition(")")[2].split()[1])
     os.kill(worker, signal.SIGKILL)
+    (place / "now").touch()
     out, error = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, out + error
     statuses = [json.loads(p.read_text()) for p in (place / "runs/study").glob("*/status.json")]
@@ -223,15 +213,13 @@ def test_a_killed_worker_loses_no_run(head, place):
 
 
 def test_jobs_logs_and_stop(head, place):
-    path = write_sweep(place, {"n": [1, 2, 3], "sleep": [60.0]}, name="long")
+    path = write_sweep(place, {"n": [1, 2, 3], "sleep": [600.0]}, name="long")
     launcher = launch(head, path)
     wait_until(lambda: len(alive(place)) == 2, 60)
-    address = ["--address", head["address"]]
-    said = call(head, "jobs", *address, check=0).stdout
-    (job,) = (line.split()[0] for line in said.splitlines() if "running" in line and "Ray" in line)
-    assert job.startswith("long-") and said.count("long/") == 2
+    said = call(head, "jobs", check=0).stdout
+    assert said.count("long/") == 3 and said.count("running") == 2 and "waiting" in said
 
-    one = next(line.split()[0] for line in said.splitlines() if line.startswith("long/"))
+    one = next(line.split()[0] for line in said.splitlines() if "running" in line)
     following = subprocess.Popen(
         [sys.executable, "leanrl/sweep.py", "logs", "-f", one],
         stdout=subprocess.PIPE,
@@ -239,60 +227,73 @@ def test_jobs_logs_and_stop(head, place):
     )
     assert following.stdout.readline() == "started\n"
     for answer in ("n\n", ""):
-        done = call(head, "stop", "long", *address, stdin=answer, check=1)
-        assert "nothing stopped" in done.stdout and job in done.stdout
+        assert "nothing stopped" in call(head, "stop", "long", stdin=answer, check=1).stdout
     assert len(alive(place)) == 2
-    call(head, "stop", "long", *address, stdin="y\n", check=0)
-    assert not alive(place) and states(place, "long") == ["stopped"] * 2
-    assert following.wait(timeout=30) == 0
-    launcher.communicate(timeout=60)
-    assert launcher.returncode == 1
-    said = call(head, "jobs", *address, check=0).stdout
-    assert f"{job}  stopped" in said
-    assert call(head, "logs", job, *address, check=0).returncode == 0
-    assert "nothing that runs" in call(head, "stop", "long", *address, stdin="y\n", check=2).stderr
+    call(head, "stop", "long", stdin="y\n", check=0)
+    assert not alive(place) and states(place, "long") == ["stopped"] * 3
+    assert following.wait(timeout=60) == 0
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "3 stopped" in out
+    assert "nothing that runs" in call(head, "stop", "long", stdin="y\n", check=2).stderr
+
+
+def test_ray_stops_a_job_and_its_runs(head, place):
+    path = write_sweep(place, {"n": [1], "sleep": [600.0]}, name="ended")
+    launcher = launch(head, path)
+    wait_until(lambda: alive(place), 60)
+    job = next(line.split()[1].strip(",") for line in launcher.stdout if line.startswith("job "))
+    ray = str(Path(sys.executable).parent / "ray")
+    words = [ray, "job", "stop", "--address", head["address"], job]
+    subprocess.run(words, env=head["environment"], check=True, capture_output=True)
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and f"{job} stopped" in out
+    wait_until(lambda: not alive(place))
+    assert "lost" in call(head, "jobs").stdout
 
 
 def test_a_cluster_with_files_of_its_own(head, place):
-    """The code is shipped, the head keeps the runs, sync fetches them."""
-    path = write_sweep(place, {"n": [1, 2]}, name="shipped")
-    done = call(head, *on_ray(head, "run", path, "--yes", "--ship"), check=0)
-    assert "sync shipped" in done.stdout and "ray down" in done.stdout
-    assert not found_in(place, "shipped")
-    done = call(head, "sync", "shipped", "--address", head["address"], check=0)
-    assert "2 fetched, 0 were here" in done.stdout
-    assert len(found_in(place, "shipped")) == 2 and states(place, "shipped") == ["finished"] * 2
-    done = call(head, "sync", "shipped", "--address", head["address"], check=0)
-    assert "0 fetched, 2 were here" in done.stdout
-    assert "kept nothing" in call(head, "sync", "gone", "--address", head["address"]).stderr
+    """Tasks leave their folders in storage, and launcher and sync fetch them, once."""
+    pytest.importorskip("pyarrow")
+    bucket, mended = place.parent / "bucket", place.parent / "mended"
+    storage = ["--storage", f"file://{bucket}"]
+    path = write_sweep(place, {"n": [1, 2], "fails": [str(mended), ""]}, name="kept")
+    done = call(head, *on_ray(head, "run", path, "--yes", *storage), check=1)
+    assert "2 finished" in done.stdout and "what went wrong" in done.stdout
+    assert states(place, "kept") == ["failed"] * 2 + ["finished"] * 2
+    (place / "runs").rename(place / "lost")
+    done = call(head, "sync", "kept", *storage, check=0)
+    assert done.stdout.count("fetched") == 4 and len(found_in(place, "kept")) == 2
+    done = call(head, "sync", "kept", *storage, check=0)
+    assert done.stdout.count("fetched") == 2  # but for what is finished
+
+    mended.touch()
+    done = call(head, *on_ray(head, "run", path, "--yes", "--retry-failed", *storage), check=0)
+    assert "2 done before" in done.stdout and "2/2" in done.stdout
+    assert states(place, "kept") == ["finished"] * 4
+    attempts = list((place / "runs/kept").glob("*/attempts/*/stdout.log"))
+    assert len(attempts) == 2 and "what went wrong" in attempts[0].read_text()
+    again = call(head, *on_ray(head, "run", path, "--yes", *storage), check=0)
+    assert "4 done before" in again.stdout and "fetched" not in again.stdout
 
 
-def test_runs_that_wait_for_gpus_say_so(head, place):
+def test_runs_that_wait_for_gpus_can_be_stopped(head, place):
     launcher = launch(head, write_sweep(place, {"n": [1]}, name="gpus"), "--gpus-per-run", "0.5")
     said = ""
-    while "GPUs now" not in said:
+    while "GPU" not in said:  # Ray says that there is none
         line = launcher.stdout.readline()
-        assert line, "it ended"
+        assert line, said
         said += line
-    assert "the cluster has 0 GPUs now: runs wait for 0.5" in said
-    call(head, "stop", "gpus", "--address", head["address"], "--yes", check=0)
-    launcher.communicate(timeout=60)
-    assert launcher.returncode == 1
+    assert "waiting" in call(head, "jobs", check=0).stdout
+    call(head, "stop", "gpus", "--yes", check=0)
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "1 stopped" in out
 
 
-def test_doctor(head, place):
-    done = call(head, "doctor", "--address", head["address"], check=0)
-    assert "problem" not in done.stdout and "2 CPUs, 0 GPUs" in done.stdout
-    assert "Ray is not asked for" in call(head, "doctor", check=0).stdout
+def test_nobody_at_the_address_is_one_line(head, place):
     (port,) = free_ports(1)
-    done = call(head, "doctor", "--address", f"127.0.0.1:{port}", check=1)
-    assert "problem  job server: no Ray cluster at" in done.stdout
-    without = head | {"environment": {**head["environment"], "RAY_AUTH_MODE": "disabled"}}
-    done = call(without, "doctor", "--address", head["address"], check=1)
-    assert "problem  authentication" in done.stdout
-    path, nobody = write_sweep(place, {"n": [1]}), {"address": f"127.0.0.1:{port}"}
-    done = call(head, *on_ray(nobody, "run", path, "--yes"), check=2)
-    assert "no Ray cluster at" in done.stderr and not states(place)
+    nobody = {"address": f"http://127.0.0.1:{port}"}
+    done = call(head, *on_ray(nobody, "run", write_sweep(place, {"n": [1]}), "--yes"), check=2)
+    assert f"127.0.0.1:{port}" in done.stderr and not states(place)
 
 
 def test_nothing_listens_beyond_loopback(head):
