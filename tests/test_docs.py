@@ -1,7 +1,9 @@
-"""What README says exists: paths, flags, commands."""
+"""What README and the docstrings say exists: paths, flags, commands."""
 
 import dataclasses
 import importlib
+import inspect
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import readme
 import torch
+import tyro
 from conftest import ROOT
 
 from leanrl.stopwatch import NOT_SCRIPTS
@@ -78,12 +81,17 @@ def test_flags_exist():
     assert not unknown
 
 
-@pytest.mark.parametrize(
-    "line", re.findall(r"python leanrl/(?!stopwatch|sweep)\S+\.py.*", README) + TORCHRUNS
-)
+def commands() -> list[str]:
+    """Those of README and of the scripts' docstrings that run a script, each in a line."""
+    text = README + "".join(module.__doc__ for module in SCRIPTS.values()).replace("\\\n", " ")
+    lines = re.findall(r"python leanrl/(?!stopwatch|sweep)\S+\.py.*", text) + TORCHRUNS
+    return sorted({" ".join(line.split("#")[0].strip("`").split()) for line in lines})
+
+
+@pytest.mark.parametrize("line", commands())
 def test_commands_parse(line):
-    """Each command of README names a script and flags that the script has."""
-    script, *words = line.split("#")[0].strip("`").split()[1:]
+    """Each command names a script and flags that the script has."""
+    script, *words = line.split()[1:]
     module = SCRIPTS[script.removeprefix("leanrl/").removesuffix(".py")]
     for flag in (word for word in words if word.startswith("--")):
         assert flag in flags_of(module) | {"--help"}, f"{flag} in {line!r}"
@@ -116,28 +124,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.fixture(params=["tensors", "kernel"])
-def mountain_car(request, monkeypatch):
-    """README's environment: the class, or its function in the place of CartPole's."""
+def test_an_environment_of_your_own_is_gymnasiums():
+    """README's class, many states at once against one Gymnasium environment."""
     (code,) = (block for block in blocks("python") if "class MountainCar" in block)
     names = {}
     exec(code, names)
-    envs = names["MountainCar"](500, "cpu")
-    if request.param == "kernel":
-        module, (step_one,) = SCRIPTS["ppo_cartpole_gpu_torchcompile"], blocks("c")
-        head, _, _ = module.KERNEL.partition("FUNCTION void advance")
-        monkeypatch.setattr(module, "KERNEL", head + step_one)
-        module.build_kernel.cache_clear()
-        envs.threads, envs.launch = 256, module.build_kernel("cpu")
-        module.build_kernel.cache_clear()
-        envs.seed = torch.ones(1, dtype=torch.int64)
-        envs.episodes = torch.zeros(500, dtype=torch.int32)
-        envs.step = module.CartPole.step_by_kernel.__get__(envs)
-    return envs
-
-
-def test_an_environment_of_your_own_is_gymnasiums(mountain_car):
-    envs, rng = mountain_car, np.random.default_rng(0)
+    envs, rng = names["MountainCar"](500, "cpu"), np.random.default_rng(0)
     states = rng.uniform([-1.25, -0.07], [0.55, 0.07], (500, 2)).astype(np.float32)
     actions = rng.integers(0, 3, 500)
     envs.reset(seed=1)
@@ -174,13 +166,24 @@ def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_and_import_have_no_side_effects(script, tmp_path):
-    path = ROOT / "leanrl" / f"{script}.py"
-    result = subprocess.run(
-        [sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert result.returncode == 0 and "--env-id" in result.stdout
+def test_help_explains_every_flag(script, capsys, monkeypatch):
+    """In the words of the comments behind the fields of Args."""
+    monkeypatch.setenv("COLUMNS", "200")
+    module = SCRIPTS[script]
+    with pytest.raises(SystemExit) as end:
+        tyro.cli(module.Args, args=["--help"])
+    assert end.value.code in (0, None)
+    shown = " ".join(re.sub("[^ -~]", " ", capsys.readouterr().out).split())
+    source = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(module.Args), re.M))
+    for field in dataclasses.fields(module.Args):
+        assert f"--{field.name.replace('_', '-')}" in shown
+        assert " ".join(source[field.name].split()) in shown, field.name
+
+
+def test_imports_have_no_side_effects(tmp_path):
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
+    command = [sys.executable, "-c", code, *(module.__name__ for module in SCRIPTS.values())]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
-    # every flag is explained
-    for field in dataclasses.fields(SCRIPTS[script].Args):
-        assert f"--{field.name.replace('_', '-')}" in result.stdout
