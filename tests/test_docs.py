@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import math
 import os
 import re
 import subprocess
@@ -178,6 +179,25 @@ def test_help_explains_every_flag(script, capsys, monkeypatch):
     for field in dataclasses.fields(module.Args):
         assert f"--{field.name.replace('_', '-')}" in shown
         assert " ".join(source[field.name].split()) in shown, field.name
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_a_range(script):
+    """What is out of it is named in one line, by the flag, before any work."""
+    module = SCRIPTS[script]
+    accepted = []
+    for field in dataclasses.fields(module.Args):
+        whole, real = "int" in str(field.type), "float" in str(field.type)
+        if whole or real:
+            flag = re.escape(f"--{field.name.replace('_', '-')}: ")
+            for x in (-1, 10**13) if whole else (-1.0, 1e13, math.nan, math.inf, -math.inf):
+                try:
+                    module.check_args(module.Args(**{field.name: x}))
+                except SystemExit as end:
+                    assert re.fullmatch(f"{flag}.*", end.code), end.code
+                else:
+                    accepted.append((field.name, x))
+    assert not accepted
 
 
 def test_imports_have_no_side_effects(tmp_path):
