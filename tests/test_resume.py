@@ -119,6 +119,7 @@ def scripted():
 def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys):
     """A step without an update shows what was restored; then the run goes on and ends."""
     flags = {"num_envs": 2, "buffer_size": ring, "utd_ratio": 0.2, "save_model": True, "seed": 7}
+    flags |= {"cuda": False}  # another device has a generator of its own
     run_dir = train(module, **flags, total_timesteps=250)
     files = {path.name: path.read_bytes() for path in run_dir.iterdir()}
     before = read_checkpoint(run_dir)

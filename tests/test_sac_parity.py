@@ -180,6 +180,7 @@ def test_whole_iterations_agree(smooth, monkeypatch):
     monkeypatch.setattr(variant, "LOG_EVERY", 5)
     flags = {"env_id": smooth, "total_timesteps": 140, "learning_starts": 100, "save_model": True}
     flags |= {"policy_frequency": 3, "target_network_frequency": 2, "buffer_size": 130}
+    flags |= {"cuda": False}
     found = []
     for module, more in (baseline, {}), (variant, {}), (variant, {"compile": True}):
         run_dir = module.main(module.Args(**flags, **more, exp_name=str(len(found))))
