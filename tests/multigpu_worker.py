@@ -16,52 +16,36 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
-def use_float64(script) -> None:
-    """Where rounding decides whether a unit switches, even a run and itself drift apart.
-
-    It is for the process's life, or until a test's monkeypatch of `script.Rollout` is undone.
-    """
-    torch.set_default_dtype(torch.float64)
-
-    class Rollout(script.Rollout):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            for name, tensor in vars(self).items():
-                if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
-                    setattr(self, name, tensor.double())
-
-    script.Rollout = Rollout
-
-
 def main(module: str, flags: dict, out: str = "", kill: tuple = (-1, -1), apart: bool = False):
     script = importlib.import_module(f"leanrl.{module}")
-    use_float64(script)
+    torch.set_default_dtype(torch.float64)  # in float32 even a run and itself drift apart
     rank, agents, counts, games = int(os.environ["RANK"]), [], [], []
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    init, average, gather = script.PPO.__init__, script.PPO.average, script.gather
+    init, average, gather = script.PPO.__init__, script.dist.all_reduce, script.dist.gather_object
 
     def made(self, *arguments):
         init(self, *arguments)
         agents.append(self)
-        for parameter in self.parameters:  # which rank 0's are to replace
+        for parameter in self.parameters():  # which rank 0's are to replace
             parameter.data.add_(0.01 * rank)
 
-    def averaged(self):
+    def averaged(shared):
         counters = torch._dynamo.utils.counters
         counts.append((counters["stats"]["unique_graphs"], len(counters["graph_break"])))
         if first and list(kill) == [rank, len(counts)]:
             os.kill(os.getpid(), signal.SIGKILL)
         if not apart:
-            average(self)
+            average(shared)
 
-    def gathered(rows):
+    def gathered(rows, *arguments):
         games.extend(rows)
-        return gather(rows)
+        gather(rows, *arguments)
 
-    script.PPO.__init__, script.PPO.average, script.gather = made, averaged, gathered
+    script.PPO.__init__ = made
+    script.dist.all_reduce, script.dist.gather_object = averaged, gathered
     run_dir = script.main(script.Args(**flags))
     if out:
-        found = {"model": agents[0].model.state_dict(), "counts": counts, "games": len(games)}
+        found = {"agent": agents[0].state_dict(), "counts": counts, "games": len(games)}
         torch.save(found | {"run_dir": str(run_dir)}, Path(out, f"rank{rank}.pt"))
 
 

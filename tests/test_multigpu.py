@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,25 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from multigpu_worker import use_float64
-from test_resume import assert_same, read_checkpoint, scalars
 from test_sac import read_scalars
 from test_sac_parity import assert_hunks_are_marked
 
-from leanrl import ppo_atari_envpool as single
-from leanrl import ppo_atari_envpool_multigpu as baseline
-from leanrl import ppo_atari_envpool_multigpu_torchcompile as variant
-from leanrl import ppo_atari_envpool_torchcompile as single_variant
-
 pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
 
-SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
+from leanrl import ppo_atari_envpool as single  # noqa: E402
+from leanrl import ppo_atari_envpool_multigpu as baseline  # noqa: E402
+from leanrl import ppo_atari_envpool_multigpu_torchcompile as variant  # noqa: E402
+from leanrl import ppo_atari_envpool_torchcompile as single_variant  # noqa: E402
+
 SMALL = {"env_id": "Breakout-v5", "num_envs": 4, "num_steps": 32, "num_minibatches": 4}
 SMALL |= {"update_epochs": 2, "cuda": False, "save_model": True}
 FEW = [f"--{name.replace('_', '-')}={SMALL[name]}" for name in list(SMALL)[:5]] + ["--no-cuda"]
-ROLLOUT, ROLLOUTS = 128, 7
-UPDATES = ROLLOUTS * 8
-WHOLE = SMALL | {"total_timesteps": ROLLOUT * ROLLOUTS, "eval_every": 512, "eval_episodes": 1}
+ROLLOUT, UPDATES = 128, 8  # steps and updates of a rollout
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +38,17 @@ def in_tmp_path(tmp_path, monkeypatch, one_thread):
     """Each test has a directory, and one thread: small batches are not worth more."""
     monkeypatch.chdir(tmp_path)
     yield
-    assert not dist.is_initialized()
+    if dist.is_initialized():  # a run that a check ended
+        dist.destroy_process_group()
 
 
 def train(module, **flags) -> Path:
     """A run in this process and in float64, as those of the worker."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Rollout", module.Rollout)
-        use_float64(module)
-        try:
-            return module.main(module.Args(**SMALL | flags))
-        finally:
-            torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float64)
+    try:
+        return module.main(module.Args(**SMALL | flags))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @contextmanager
@@ -79,13 +74,12 @@ def union_of_shares(world: int):
 
 
 @contextmanager
-def torchrun(*command, folder=".", **options):
+def torchrun(*command, **options):
     """torchrun with two processes, as a Popen whose pipes are text; ends all that it started."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = ["--standalone", "--nproc-per-node=2", *options, *command]
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *map(str, command)],
-        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -118,117 +112,86 @@ def ask(module, flags: dict, **wishes) -> tuple:
     return ROOT / "tests" / "multigpu_worker.py", json.dumps(wishes)
 
 
-def finish(process, timeout=120) -> tuple[int, str, str]:
-    """Status, standard output and standard error of torchrun."""
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
+def finish(process, timeout=120) -> tuple[int, str]:
+    """Status and standard error of torchrun."""
+    _, err = process.communicate(timeout=timeout)
+    return process.returncode, err
 
 
-def wait_for(condition, process, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+def assert_close(expected: dict, found: dict, tolerance: float) -> None:
+    """Checkpoints or what ranks end with: weights of the same names."""
+    torch.testing.assert_close(expected["agent"], found["agent"], atol=tolerance, rtol=0)
+
+
+def assert_same_rows(expected: Path, found: Path) -> None:
+    """All that is logged but speed; games that end in the same step may be in another order."""
+    expected, found = read_scalars(expected), read_scalars(found)
+    assert expected.keys() == found.keys()
+    for tag in (tag for tag in expected if not tag.startswith(("charts/S", "charts/w"))):
+        rows = sorted(expected[tag]), sorted(found[tag])
+        np.testing.assert_allclose(*rows, atol=1e-5, rtol=1e-4, err_msg=tag)
+
+
+def said_by_ranks(err: str) -> list[str]:
+    """The beginnings of what the processes say, in their order; a progress bar may precede them."""
+    return sorted(re.findall(r"rank \d: (?:interrupted after|another process is gone)", err))
 
 
 # Two processes and one
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The run directory of one process, by the script for one."""
-    with pytest.MonkeyPatch.context() as patch, union_of_shares(2):
-        patch.chdir(tmp_path_factory.mktemp("alone"))
-        return train(single, **WHOLE).resolve()
-
-
-ROWS = {
-    "baseline": (baseline, {}),
-    "eager": (variant, {}),
-    "compiled": (variant, {"compile": True, "overlap": True, "channels_last": True}),
-}
-
-
-@pytest.fixture(scope="module", params=ROWS)
-def together(request, tmp_path_factory):
-    """The folder in which two processes have trained."""
-    (module, flags), folder = ROWS[request.param], tmp_path_factory.mktemp("together")
-    with torchrun(*ask(module, WHOLE | flags, out=str(folder)), folder=folder) as process:
-        status, out, err = finish(process, 400)
+@pytest.mark.parametrize(
+    ("module", "flags", "rollouts"),
+    [
+        (baseline, {}, 2),
+        pytest.param(baseline, {}, 7, marks=pytest.mark.slow),
+        pytest.param(variant, {"channels_last": True}, 7, marks=pytest.mark.slow),
+        pytest.param(variant, {"compile": True}, 7, marks=pytest.mark.slow),
+    ],
+    ids=["short", "baseline", "eager", "compiled"],
+)
+def test_two_processes_compute_what_one_does(module, flags, rollouts, tmp_path):
+    """In the parameters and in all that is logged; rounding makes 1e-14 in 56 updates."""
+    common = {"total_timesteps": ROLLOUT * rollouts, "eval_every": 512, "eval_episodes": 1}
+    with union_of_shares(2):
+        alone = train(single, **common, exp_name="alone")
+    together = SMALL | common | flags | {"exp_name": "together"}
+    with torchrun(*ask(module, together, out=str(tmp_path))) as process:
+        status, err = finish(process, 400)
     assert status == 0, err
-    (folder / "stdout").write_text(out)
-    (folder / "compiled").write_text("yes" if "compile" in flags else "")
-    return folder
+
+    # One process writes: one run directory, one event file, one table, of all games and steps.
+    (run_dir,) = Path("runs").glob("*together*")
+    assert len(list(run_dir.glob("events*"))) == 1
+    names = {path.name for path in run_dir.iterdir() if not path.name.startswith("events")}
+    assert names == {"config.json", "stages.json", "checkpoint.pt"}
+    assert err.count("run directory: runs/") == 1
+    assert json.loads((run_dir / "config.json").read_text())["processes"] == 2
+    stages = json.loads((run_dir / "stages.json").read_text())
+    assert stages["window"]["env_steps"] == ROLLOUT * max(rollouts - 3, 0) or rollouts <= 3
+
+    assert_close(single.load(alone), module.load(run_dir), 1e-10)
+    assert_same_rows(alone, run_dir)
+    ranks = [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert_close(*ranks, 0)  # bit for bit
+    assert {rank["run_dir"] for rank in ranks} == {str(run_dir)}
+    games = [rank["games"] for rank in ranks]
+    assert sum(games) == len(read_scalars(run_dir).get("charts/episodic_length", ()))
+    assert min(games) > 0 or rollouts == 2, "not a comparison of games of both"
+    for rank in ranks:
+        assert len(rank["counts"]) == UPDATES * rollouts
+        if "compile" in flags:  # acting, advantages, gradient, step: all made in the first rollout
+            assert set(rank["counts"][1:]) == {(4, 0)}, rank["counts"]
 
 
-def read_rank(folder, rank):
-    return torch.load(folder / f"rank{rank}.pt", weights_only=True)
-
-
-def test_two_processes_compute_what_one_does(alone, together):
-    """After 56 updates, in the parameters and in all that is logged; rounding makes 1e-14."""
-    (run_dir,) = together.glob("runs/*")
-    expected, found = read_checkpoint(alone), read_checkpoint(run_dir)
-    assert_same(expected["agent"]["model"], found["agent"]["model"], tolerance=1e-10)
-    assert_same(expected["rng"]["torch"], found["rng"]["torch"])
-    expected, found = scalars(alone), scalars(run_dir)
-    assert expected.keys() == found.keys()
-    for tag, rows in expected.items():
-        steps = [step for step, _ in rows]
-        if "episodic" in tag and (together / "compiled").read_text():
-            rows, steps = sorted(rows, key=lambda row: row[1]), None  # groups end half a step apart
-            found[tag].sort(key=lambda row: row[1])
-        assert steps is None or steps == [step for step, _ in found[tag]], tag
-        values = [value for _, value in found[tag]]
-        assert values == pytest.approx([value for _, value in rows], abs=1e-5, rel=1e-4), tag
-
-
-def test_all_processes_have_the_same_weights(together):
-    ranks = [read_rank(together, rank) for rank in range(2)]
-    assert len(ranks[0]["counts"]) == len(ranks[1]["counts"]) == UPDATES >= 50
-    assert_same(ranks[0]["model"], ranks[1]["model"])  # bit for bit
-
-
+@pytest.mark.slow
 def test_processes_that_do_not_average_are_noticed(tmp_path):
     flags = SMALL | {"total_timesteps": ROLLOUT}
     with torchrun(*ask(baseline, flags, out=str(tmp_path), apart=True)) as process:
         assert finish(process)[0] == 0
-    models = [read_rank(tmp_path, rank)["model"] for rank in range(2)]
+    ranks = [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     with pytest.raises(AssertionError):
-        assert_same(*models, tolerance=1e-6)
-
-
-def test_one_process_writes(together):
-    """One run directory, one event file, one table, of the episodes and steps of all."""
-    (run_dir,) = together.glob("runs/*")
-    assert len(list(run_dir.glob("events*"))) == 1
-    names = {path.name for path in run_dir.iterdir() if not path.name.startswith("events")}
-    assert names == {"config.json", "stages.json", "checkpoint.pt"}
-    out = (together / "stdout").read_text()
-    assert out.count("run directory: runs/") == out.count("stopwatch: ") == 1
-    config = json.loads((run_dir / "config.json").read_text())
-    assert config["processes"] == 2 and config["torchrun"]
-    stages = json.loads((run_dir / "stages.json").read_text())
-    assert stages["window"]["env_steps"] == ROLLOUT * (ROLLOUTS - 3)
-    for rank in range(2):
-        assert read_rank(together, rank)["run_dir"] == str(run_dir.relative_to(together))
-
-
-def test_games_of_all_processes_are_logged(together):
-    """So that the comparison above is one of games of both halves."""
-    (run_dir,) = together.glob("runs/*")
-    games = [read_rank(together, rank)["games"] for rank in range(2)]
-    assert min(games) > 0 and len(read_scalars(run_dir)["charts/episodic_length"]) == sum(games)
-
-
-def test_no_graph_break_and_no_recompilation(together):
-    """Acting, advantages, gradient, step: four graphs, all made in the first rollout."""
-    if not (together / "compiled").read_text():
-        pytest.skip("not compiled")
-    for rank in range(2):
-        counts = read_rank(together, rank)["counts"]
-        assert set(counts[1:]) == {(4, 0)}, counts
+        assert_close(*ranks, 1e-6)
 
 
 # One process
@@ -237,60 +200,56 @@ def test_no_graph_break_and_no_recompilation(together):
 @pytest.mark.parametrize(
     ("module", "reference", "flags"),
     [
-        (baseline, single, {}),
-        (baseline, single, {"target_kl": 1e-9}),
-        (baseline, single, {"norm_adv": False, "clip_vloss": False}),
-        (variant, single_variant, {}),
-        (variant, single_variant, {"overlap": True, "channels_last": True}),
+        (baseline, single, {"target_kl": 1e-9, "norm_adv": False, "clip_vloss": False}),
+        (variant, single_variant, {"compile": True, "channels_last": True}),
     ],
-    ids=["baseline", "target_kl", "no-norm_adv", "variant", "overlap"],
+    ids=["baseline", "compiled"],
 )
 def test_one_process_is_the_script_for_one(module, reference, flags):
-    flags = {"total_timesteps": ROLLOUT * 2} | flags
-    expected, found = train(reference, **flags), train(module, **flags)
-    one, other = read_checkpoint(expected), read_checkpoint(found)
-    assert one.pop("script") != other.pop("script")
-    assert_same(one, other, tolerance=1e-6)
-    expected, found = scalars(expected), scalars(found)
-    assert expected.keys() == found.keys()
-    for tag, rows in expected.items():
-        np.testing.assert_allclose(found[tag], rows, atol=1e-5, rtol=1e-4, err_msg=tag)
+    """Also when it goes on after the first rollout, with new games and nothing compiled anew."""
+    part = flags | {"total_timesteps": ROLLOUT}
+    whole = flags | {"total_timesteps": ROLLOUT * 2}
+    runs = []
+    for each in (reference, module):
+        eager = {"compile": False} if each is single_variant else {}
+        run_dir = train(each, **part | eager, exp_name=each.SCRIPT)
+        counts = dict(torch._dynamo.utils.counters["stats"])
+        runs.append(train(each, **whole | eager, resume=str(run_dir)))
+        assert counts == dict(torch._dynamo.utils.counters["stats"]), "compiled again"
+    one, other = reference.load(runs[0]), module.load(runs[1])
+    assert_close(one, other, 1e-6)
+    assert other["global_step"] == ROLLOUT * 2
+    torch.testing.assert_close(one["optimizers"], other["optimizers"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(one["generators"], other["generators"])
+    assert_same_rows(*runs)
 
 
-def test_advantages_are_normalized_by_what_all_have(monkeypatch):
-    """Against NumPy on the union of two processes' samples; the other one's sums are added here."""
-    rng = np.random.default_rng(0)
-    mine, others = rng.normal(3, 2, (2, 3, 5))
-    more, alike = torch.randn(1, 9), torch.full((1, 4), 0.1)
-
-    def summed(sums):
-        x = torch.from_numpy(others)
-        sums[:, :3] += torch.stack([torch.full((3,), 5.0), x.sum(1), x.square().sum(1)])
-
-    for module in (baseline, variant):
-        monkeypatch.setattr(module.dist, "all_reduce", summed)
-        found = module.moments(torch.from_numpy(mine), more, alike)
-        every = np.concatenate([mine, others], axis=1)
-        assert found[:3, 0].tolist() == pytest.approx(every.mean(1))
-        assert found[:3, 1].tolist() == pytest.approx(every.std(1, ddof=1))
-        assert found[3].tolist() == pytest.approx([more.mean().item(), more.std().item()])
-        assert found[4].tolist() == pytest.approx([0.1, 0.0], abs=1e-6)
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_advantages_are_normalized_by_what_all_have(norm_adv):
+    """Against NumPy on the union of the processes' shares of each minibatch."""
+    advantages = np.random.default_rng(0).normal(3, 2, (2, 12))
+    orders = torch.stack([torch.randperm(12), torch.randperm(12)])
+    args = baseline.Args(num_minibatches=3, norm_adv=norm_adv)
+    found = baseline.normalize(torch.from_numpy(advantages), orders, args)
+    assert found.shape == (2, 3, 4)
+    for m in range(3):
+        columns = slice(4 * m, 4 * m + 4)
+        shares = np.stack([x[order[columns]] for x, order in zip(advantages, orders, strict=True)])
+        if norm_adv:
+            shares = (shares - shares.mean()) / (shares.std(ddof=1) + 1e-8)
+        np.testing.assert_allclose(found[:, m].numpy(), shares, rtol=1e-12)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("flags", [{}, {"overlap": True}, {"bf16": True, "channels_last": True}])
+@pytest.mark.parametrize("flags", [{}, {"bf16": True, "channels_last": True}], ids=str)
 def test_graphed_runs_agree_with_eager(flags):
     """One process and NCCL: rollouts before, at and after the capture of every graph."""
-    flags = flags | {"total_timesteps": ROLLOUT * 5, "cuda": True}
-    eager = variant.main(variant.Args(**SMALL | flags, exp_name="eager"))
-    eager = read_checkpoint(eager)
+    flags = SMALL | flags | {"total_timesteps": ROLLOUT * 5, "cuda": True}
+    eager = variant.load(variant.main(variant.Args(**flags, exp_name="eager")))
     for compiled in (False, True):
-        torch._dynamo.reset()
-        args = variant.Args(**SMALL | flags, cudagraphs=True, compile=compiled)
-        graphed = variant.main(args)
-        tolerance = 0.05 if "bf16" in flags else 1e-2
-        found = read_checkpoint(graphed)["agent"]["model"]
-        assert_same(eager["agent"]["model"], found, tolerance=tolerance)
+        name = f"graphed-{compiled}"
+        args = variant.Args(**flags, cudagraphs=True, compile=compiled, exp_name=name)
+        assert_close(eager, variant.load(variant.main(args)), 0.05 if "bf16" in flags else 1e-2)
 
 
 def test_differing_hunks_are_marked():
@@ -298,11 +257,8 @@ def test_differing_hunks_are_marked():
 
 
 def test_what_one_process_needs_is_the_same_to_the_letter():
-    """Neither pair has a function of the other that differs without need."""
     for one, other in ((single, baseline), (single_variant, variant)):
-        for name in ("AtariEnvs", "Rollout", "ActorCritic", "Batch", "sample", "evaluate", "film"):
-            assert inspect.getsource(getattr(one, name)) == inspect.getsource(getattr(other, name))
-        for name in ("act", "value", "prepare", "state_dict", "load_state_dict"):
+        for name in ("act", "value", "prepare"):
             sources = [inspect.getsource(getattr(module.PPO, name)) for module in (one, other)]
             assert sources[0] == sources[1]
 
@@ -310,88 +266,70 @@ def test_what_one_process_needs_is_the_same_to_the_letter():
 # Processes that die
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_others_end_when_a_process_is_killed(killed, tmp_path):
+def test_the_others_end_when_a_process_is_killed(killed):
     """Before torchrun, which here looks only now and then, tells them to."""
     endless = SMALL | {"total_timesteps": 10**6, "checkpoint_every": ROLLOUT}
-    command = ask(baseline, endless, kill=[killed, 11])  # in the second rollout
+    command = ask(baseline, endless, kill=[killed, UPDATES + 3])
     with torchrun(*command, monitor_interval=5) as process:
-        status, _, err = finish(process)
+        status, err = finish(process)
     assert status != 0
-    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    words = f"error: rank {1 - killed} of 2 stops: another process is gone ("
-    assert line.startswith(words), line
+    assert said_by_ranks(err) == [f"rank {1 - killed}: another process is gone"]
     assert 'multigpu_worker.py", line' not in err  # torchrun's own traceback is all
     (run_dir,) = Path("runs").iterdir()
-    assert read_checkpoint(run_dir)["global_step"] == ROLLOUT
+    assert baseline.load(run_dir)["global_step"] == ROLLOUT
     assert (run_dir / "stages.json").exists() == (killed == 1)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_cleanly():
     endless = (*FEW, "--total-timesteps=1000000", f"--checkpoint-every={ROLLOUT}")
-    with torchrun(variant.__file__, *endless) as process:
-        wait_for(lambda: list(Path("runs").glob("*/checkpoint.pt")), process)
-        begin = time.monotonic()
+    with torchrun(baseline.__file__, *endless) as process:
+        deadline = time.monotonic() + 60
+        while not list(Path("runs").glob("*/checkpoint.pt")) and time.monotonic() < deadline:
+            time.sleep(0.02)
         process.terminate()
-        status, out, err = finish(process)
-    assert status != 0 and time.monotonic() - begin < 20
-    lines = [line for line in err.splitlines() if line.startswith(("rank ", "error: "))]
-    said = ("0 of 2: interrupted after", "1 of 2: interrupted after", "another process is gone (")
-    assert len(lines) == 2 and all(any(words in line for words in said) for line in lines), lines
+        status, err = finish(process, 20)
+    assert status != 0
+    said = said_by_ranks(err)
+    assert [line[:7] for line in said] == ["rank 0:", "rank 1:"], err
+    assert all(line[8:] in ("interrupted after", "another process is gone") for line in said), err
     assert "leanrl/ppo" not in "".join(line for line in err.splitlines() if "File " in line), err
-    assert out.count("run directory: runs/") == 1
     (run_dir,) = Path("runs").iterdir()
-    assert (run_dir / "stages.json").exists() and read_checkpoint(run_dir)
+    assert (run_dir / "stages.json").exists() and baseline.load(run_dir)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_that_lost_a_process():
     total = ROLLOUT * 3
     flags = SMALL | {"total_timesteps": total, "checkpoint_every": ROLLOUT}
-    command = ask(baseline, flags, kill=[1, 11])  # in the second rollout
-    with torchrun(*command, max_restarts=1) as process:
-        status, out, err = finish(process)
+    with torchrun(*ask(baseline, flags, kill=[1, UPDATES + 3]), max_restarts=1) as process:
+        status, err = finish(process)
     assert status == 0, err
     (run_dir,) = Path("runs").iterdir()
-    assert f"restarted by torchrun: the run goes on with runs/{run_dir.name}" in err
-    assert err.count("resumed at step 128") == 1 + 1  # both processes: the worker is not quiet
-    assert read_checkpoint(run_dir)["global_step"] == total
+    for rank in range(2):
+        assert f"rank {rank}: resumed at step 128, with fresh episodes" in err
+    assert baseline.load(run_dir)["global_step"] == total
     steps = {step for step, _ in read_scalars(run_dir)["charts/learning_rate"]}
     assert steps == set(range(ROLLOUT, total + 1, ROLLOUT))
     assert json.loads((run_dir / "config_128.json").read_text())["processes"] == 2
 
 
-@SCRIPTS
-@pytest.mark.parametrize("run_id", ["none", "job 1"])
-def test_a_restart_goes_on_with_the_run_of_its_launch(module, run_id, monkeypatch, capsys):
-    """The last one, if it has a checkpoint; not with another launch's, not without a restart."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    mark = module.launch()
-    assert mark == (f"process {os.getppid()}" if run_id == "none" else run_id)
-
-    def leave(name, launch, saved):
-        run_dir = Path("runs", str(name))
-        run_dir.mkdir(parents=True)
-        (run_dir / "config.json").write_text(json.dumps({"torchrun": launch}, indent=2))
-        os.utime(run_dir / "config.json", (name, name))
-        if saved:
-            (run_dir / "checkpoint.pt").touch()
-
-    assert module.restarted_run() is None
-    leave(1, mark, True)
-    leave(3, "job 2", True)
-    leave(4, None, True)
-    leave(2, mark, True)
-    assert module.restarted_run() == "runs/2"
-    leave(5, mark, False)  # of a later launch with the name of the first, say
-    assert module.restarted_run() is None
-    lines = capsys.readouterr().err.splitlines()
-    assert ["goes on with runs/2" in line for line in lines] == [False, True, False]
-    assert ["starts anew" in line for line in lines] == [True, False, True]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert module.restarted_run() is None and not capsys.readouterr().err
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_without_a_checkpoint_from_its_beginning():
+    """Not from the checkpoint of another launch, even one of the same name."""
+    flags = SMALL | {"total_timesteps": ROLLOUT * 2}
+    other = train(baseline, total_timesteps=ROLLOUT)
+    before = (other / "checkpoint.pt").read_bytes()
+    with torchrun(*ask(baseline, flags, kill=[0, UPDATES + 3]), max_restarts=1) as process:
+        status, err = finish(process)
+    assert status == 0 and "resumed" not in err, err
+    assert (other / "checkpoint.pt").read_bytes() == before
+    assert len(list(Path("runs").glob("*/checkpoint.pt"))) == 2
 
 
+@pytest.mark.slow
 def test_two_processes_resume_what_one_has_begun(tmp_path):
     """And compute what one would have gone on to compute."""
     to_the_end = {"total_timesteps": ROLLOUT * 4, "target_kl": 1e-9}  # which ends each epoch
@@ -401,13 +339,14 @@ def test_two_processes_resume_what_one_has_begun(tmp_path):
         train(baseline, **to_the_end, resume="alone")
     flags = SMALL | to_the_end | {"resume": str(part)}
     with torchrun(*ask(baseline, flags, out=str(tmp_path))) as process:
-        status, _, err = finish(process)
+        status, err = finish(process)
     assert status == 0, err
-    expected, found = read_checkpoint(Path("alone")), read_checkpoint(part)
+    expected, found = baseline.load(Path("alone")), baseline.load(part)
     assert found["global_step"] == ROLLOUT * 4
-    assert_same(expected, found, tolerance=1e-10)
-    assert found["agent"]["optimizer"][0]["step"].item() == 2 * 8 + 2 * 4
-    assert_same(read_rank(tmp_path, 0)["model"], read_rank(tmp_path, 1)["model"])
+    assert_close(expected, found, 1e-10)
+    torch.testing.assert_close(expected["optimizers"], found["optimizers"], atol=1e-10, rtol=0)
+    assert found["optimizers"][0][0]["step"].item() == 2 * UPDATES + 2 * UPDATES // 2
+    assert_close(*(torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)), 0)
     assert json.loads((part / "config.json").read_text())["processes"] == 1
     assert json.loads((part / "config_256.json").read_text())["processes"] == 2
 
@@ -416,48 +355,15 @@ def test_two_processes_resume_what_one_has_begun(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world", "flags", "words"),
+    ("world_size", "flags", "words"),
     [
-        ((0, 3), {}, "--num-envs 4 cannot be shared equally by 3 processes"),
-        ((0, 2), {"num_steps": 3}, "--num-envs 4 x --num-steps 3 = 12 steps cannot be divided"),
-        ((0, 4), {"cuda": True}, "--nproc-per-node 4 needs 4 GPUs, this machine has 2; --no-cuda"),
-        ((0, 4), {"overlap": True}, "--overlap needs an even number of environments in each of 4"),
-        ((0, 1), {"cudagraphs": True}, "--cudagraphs contradicts --no-cuda"),
+        (3, {}, "--num-envs: 3 processes cannot have equal shares"),
+        (4, {"num_steps": 3}, "--num-envs: 4 processes cannot have equal shares"),
+        (1, {"cudagraphs": True}, "--cudagraphs: contradicts --no-cuda"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(world, flags, words, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    names = ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    for variables in names:
-        for name, number in zip(variables, world, strict=True):
-            monkeypatch.setenv(name, str(number))
-    modules = [variant] if {"overlap", "cudagraphs"} & flags.keys() else [baseline, variant]
-    for module in modules:
-        with pytest.raises(SystemExit) as stopped:
-            train(module, **flags)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert stopped.value.code == 2 and line.startswith(f"error: {words}")
-    assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize("flags", [("--num-envs=3",), ("--env-id=Breakot-v5",)], ids=str)
-def test_one_process_speaks_for_all(flags):
-    """One before the processes have met, one after."""
-    with torchrun(baseline.__file__, *FEW, *flags, "--total-timesteps=1000") as process:
-        status, out, err = finish(process)
-    assert status != 0 and not out
-    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert flags[0].split("=")[1] in line
-    assert "exitcode  : 2 " in err and "leanrl/ppo" not in err.split("Traceback")[0]
-    assert not Path("runs").exists()
-
-
-@SCRIPTS
-def test_the_hint_counts_the_environments_of_this_machine(module, capsys):
-    cores = os.cpu_count()
-    args = module.Args(num_envs=32 * cores, cuda=False)
-    module.check_args(args, module.World(rank=0, size=4, local_rank=0, local_size=2))
-    assert not capsys.readouterr().err
-    module.check_args(args, module.World(rank=0, size=2, local_rank=0, local_size=2))
-    assert capsys.readouterr().err.startswith(f"hint: {32 * cores} environments share")
+def test_bad_input_is_one_line(world_size, flags, words, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    with pytest.raises(SystemExit, match=f"^{words}$"):
+        train(variant, **flags)
+    assert not Path("runs").exists() and not dist.is_initialized()
