@@ -225,9 +225,8 @@ def check_args(args: Args) -> None:
     """What a user gets wrong, in one line each; libraries' own errors say the rest."""
     may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
     may_be_zero += ("ent_coef", "vf_coef")
-    numbers = {name: x for name, x in asdict(args).items() if type(x) in (int, float)}
-    for name, x in numbers.items():
-        if not (0 < x < 1e12 or x == 0 and name in may_be_zero):
+    for name, x in asdict(args).items():
+        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
             raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
     rollout = args.num_envs * args.num_steps
     if args.total_timesteps < rollout:
@@ -243,7 +242,7 @@ def make_envs(
 
     def make_env(index: int) -> gym.Env:
         films = video is not None and index == 0
-        env = gym.make(env_id, render_mode="rgb_array" if films else None)
+        env = gym.make(env_id, render_mode="rgb_array") if films else gym.make(env_id)
         if not isinstance(env.action_space, Box) or len(env.observation_space.shape or ()) != 1:
             raise SystemExit("--env-id: PPO needs flat observations and continuous actions")
         if films:

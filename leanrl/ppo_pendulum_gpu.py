@@ -218,9 +218,8 @@ def check_args(args: Args) -> None:
     """What a user gets wrong, in one line each; libraries' own errors say the rest."""
     may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
     may_be_zero += ("ent_coef", "vf_coef")
-    numbers = {name: x for name, x in asdict(args).items() if type(x) in (int, float)}
-    for name, x in numbers.items():
-        if not (0 < x < 1e12 or x == 0 and name in may_be_zero):
+    for name, x in asdict(args).items():
+        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
             raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
     rollout = args.num_envs * args.num_steps
     if args.total_timesteps < rollout:

@@ -36,7 +36,7 @@ Modes
 What the numbers mean; null is "not measured", never 0
     sps_steady        environment steps per second of the steady window
     sps_inclusive     all steps / all seconds since construction, as in CleanRL's charts/SPS
-    warmup_seconds    construction to the steady window, wall_seconds to the end of the window
+    warmup_seconds    construction to the steady window; wall_seconds: construction to the report
     window            what the stages are about: the steady window or, if the warm-up did not end
                       (`steady` false), the run so far; without evaluation
     stages            seconds: self-time on the CPU. A wait for the GPU shows in the stage that

@@ -225,9 +225,8 @@ def check_args(args: Args) -> None:
     """What a user gets wrong, in one line each; libraries' own errors say the rest."""
     may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "tau")
     may_be_zero += ("exploration_noise", "policy_noise", "noise_clip")
-    numbers = {name: x for name, x in asdict(args).items() if type(x) in (int, float)}
-    for name, x in numbers.items():
-        if not (0 < x < 1e12 or x == 0 and name in may_be_zero):
+    for name, x in asdict(args).items():
+        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
             raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
 
 
@@ -236,7 +235,7 @@ def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vect
 
     def make_env(index: int) -> gym.Env:
         films = video is not None and index == 0
-        env = gym.make(env_id, render_mode="rgb_array" if films else None)
+        env = gym.make(env_id, render_mode="rgb_array") if films else gym.make(env_id)
         if films:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         return gym.wrappers.RecordEpisodeStatistics(env)
@@ -314,10 +313,12 @@ class ReplayBuffer:
         return Batch(*(stored[index] for stored in self.data))
 
     def state_dict(self) -> dict:
-        return {"position": self.position, "data": [x[: self.size].cpu() for x in self.data]}
+        data = [x[: self.size].clone().cpu() for x in self.data]  # not the storage of all
+        return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
-        self.position, self.size = state["position"], len(state["data"][0])
+        self.size, num_envs = len(state["data"][0]), self.args.num_envs
+        self.position = state["position"] // num_envs * num_envs  # it may have been another number
         for stored, saved in zip(self.data, state["data"], strict=True):
             stored[: self.size] = saved
 
@@ -535,9 +536,11 @@ def main(args: Args) -> Path:
             global_step += args.num_envs
 
             # 5. Log.
-            if due(LOG_EVERY):
+            if due(LOG_EVERY) or due(args.checkpoint_every):
                 with watch.stage("backpropagation"):  # whose work this waits for
                     row = metrics.tolist()
+                if not np.isfinite(row).all():
+                    raise SystemExit(f"step {global_step:,}: losses are not finite: {row}")
             with watch.stage("logging"):
                 for i in np.flatnonzero(infos.get("_final_info", ())):
                     episodic_return = infos["final_info"]["episode"]["r"][i]
@@ -545,8 +548,6 @@ def main(args: Args) -> Path:
                     length = infos["final_info"]["episode"]["l"][i]
                     writer.add_scalar("charts/episodic_length", length, global_step)
                 if due(LOG_EVERY):
-                    if not np.isfinite(row).all():
-                        raise SystemExit(f"step {global_step:,}: losses are not finite: {row}")
                     sps, steady_sps = watch.speed(global_step - start_step)
                     writer.add_scalar("charts/SPS", sps, global_step)
                     if steady_sps:
