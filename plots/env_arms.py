@@ -140,7 +140,6 @@ def of_tensors(device_type: str, compiled: bool, num_envs: int, work: int = 1) -
     envs.reset(seed=1)
     if compiled:
         torch._dynamo.reset()
-        envs.generator = None  # the default one, which the compiler knows
         if work == 1:
             step = torch.compile(envs.step, fullgraph=True, dynamic=False)
         else:

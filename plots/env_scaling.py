@@ -37,6 +37,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import env_arms
@@ -50,6 +51,7 @@ ROOT = run_dirs.ROOT
 SAMPLES = 5  # per point; the median counts
 NUMBERS = sorted({32} | {4**k for k in range(11)})  # of environments; 32 is where processes end
 WORK = [1, 3, 10, 30, 100, 300, 1000]
+PACKAGES = ["torch", "tensordict", "gymnasium", "numpy", "envpool", "stable-baselines3", "numba"]
 SOLVED = 475
 STEPS_PER_ROLLOUT = 32
 # how many a run may take; what needs more than the first is not the fastest anyway
@@ -204,6 +206,10 @@ def measure_blocks(options: argparse.Namespace) -> dict:
 # Training, each run a process of its own
 
 
+class Solved(Exception):
+    """Ends a run, which writes its files nevertheless."""
+
+
 def train(back_end: str, options: argparse.Namespace) -> None:
     """The worker: one run, whose last line says when it evaluated what."""
     module, flags = env_arms.learner(back_end)
@@ -217,16 +223,13 @@ def train(back_end: str, options: argparse.Namespace) -> None:
         evaluated += time.time() - begin
         last = [value for _, value in curve[-options.stop_after :]]
         if len(last) == options.stop_after and min(last) >= SOLVED:
-            raise KeyboardInterrupt
+            raise Solved
         return result
 
     module.evaluate = timed_evaluate
     flags = flags | json.loads(options.flags) | {"seed": options.seed}
-    try:
+    with suppress(Solved):
         module.main(module.Args(**flags, exp_name=f"study-{back_end.replace(' ', '-')}"))
-    except SystemExit as stop:
-        if stop.code != 130:  # that of an interrupted run, which has written its files
-            raise
     print(json.dumps({"curve": curve, "startup_seconds": begun - options.started}))
 
 
@@ -261,7 +264,7 @@ def run_training(
     run_dir = speedup.run_directory(log)
     stages = json.loads((run_dir / "stages.json").read_text())
     result |= {name: stages[name] for name in ("sps_steady", "sps_inclusive", "warmup_seconds")}
-    result["config"] = json.loads((run_dir / "config.json").read_text())
+    result["config"] = run_dirs.read_config(run_dir)
     if "eval_every" in flags:
         steps = [min((i + 1) * flags["eval_every"], flags["total_timesteps"]) for i in range(999)]
         result["curve"] = [[*point, step] for point, step in zip(result["curve"], steps)]  # noqa: B905
@@ -482,9 +485,10 @@ def write(record: dict, stem: Path) -> None:
 
 
 def machine() -> dict:
-    """What config.json of a run says of the machine, now."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return run_dirs.machine([env_arms.variant.run_config(env_arms.variant.Args(), device)])
+    """What a record says of the machine, now."""
+    here = run_dirs.this_machine() | {"python": sys.version.split()[0]}
+    here["cpu"]["threads"] = torch.get_num_threads()
+    return run_dirs.machine([here | {"versions": run_dirs.versions(PACKAGES)}])
 
 
 def main(arguments: list[str] | None = None) -> int:
