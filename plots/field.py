@@ -101,11 +101,7 @@ ALGORITHMS = {
         script="ppo_atari_envpool",
         env_id="Breakout-v5",
         libraries=("Stable-Baselines3",),
-        rows=OURS
-        | {
-            "LeanRL compile, channels last": ATARI,
-            "LeanRL compile, channels last, overlap": [*ATARI, "--overlap"],
-        },
+        rows=OURS | {"LeanRL compile, channels last": ATARI},
     ),
 }
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")

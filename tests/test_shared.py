@@ -20,15 +20,16 @@ FUNCTIONS = [  # the beginning of a script's name, and what all of them share th
     (r"(sac|td3)_continuous", "make_envs"),
     (r"ppo_", "mlp compute_gae policy_loss value_loss"),
     (r"ppo_(atari|cartpole)", "ppo_loss"),  # of a categorical policy
-    (r"ppo_(continuous|pendulum)", "Batch gaussian_log_prob ppo_loss"),  # of a Gaussian one
+    (r"ppo_(continuous|pendulum)", "gaussian_log_prob"),  # of a Gaussian one
+    (r"ppo_(continuous_action|pendulum_gpu)(_torchcompile)?$", "Batch ppo_loss"),  # not decoupled
     (r"ppo_(continuous_action|pendulum_gpu)$", "ActorCritic"),  # variants differ
-    (r"ppo_(cartpole|pendulum)_gpu", "check_args make_envs"),  # environments are tensors
-    (r"ppo_continuous", "make_envs ActorCritic Batch"),  # with and without more processes
+    (r"ppo_(cartpole|pendulum)_gpu", "check_args"),  # environments are tensors
+    (r"ppo_continuous", "make_envs ActorCritic"),  # with and without more processes
     (r"ppo_atari", "layer_init AtariEnvs ActorCritic Batch Rollout evaluate"),
 ]
 BLOCKS = [  # of SAC's text: the scripts that have it, its first words, what follows it
     (r"", "    exp_name: str", "\n    env_id: str"),
-    (r"", "    numbers = {name: x", "\n\ndef make_envs"),
+    (r"", "    for name, x in asdict(", "\n\ndef make_envs"),
     (r"", 'if __name__ == "__main__":', None),
     (ONE_PROCESS, "    for number in (signal.SIGTERM", "    if start_step >="),
     (ONE_PROCESS, '    device = torch.device("cuda"', "    warmup_steps ="),
