@@ -24,12 +24,12 @@ TRICKS = {
     ("ppo", "update compiled"): ("the update as one compiled call", "the update alone, which"),
     ("ppo", "acting in NumPy; log-probabilities and values later"): (
         "acting in NumPy, log-probabilities and values once per rollout",
-        "",
+        "one call computes what it left out",
     ),
     ("ppo", "acting in NumPy"): ("acting in NumPy alone", "for a few rows PyTorch's dispatch"),
     ("ppo", "lean vector environment"): (
         "a vector environment without copies",
-        "what Gymnasium's class does for nobody",
+        "spares copies and infos that nobody reads",
     ),
     ("ppo", "advantages in log2(T) steps"): (
         "advantages in log2(T) steps",
