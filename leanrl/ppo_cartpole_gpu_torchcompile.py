@@ -322,12 +322,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs (B, O) -> log-probabilities of the actions (B, A), values (B,)."""
-        # speed: with a copy of the transposed weights, the first layer's gradient is a product
-        # (O, B) @ (B, 64), which MKL makes three times as fast as (64, B) @ (B, O)
-        nets = self.actor, self.critic
-        first = (obs @ net[0].weight.t().contiguous() + net[0].bias for net in nets)
-        logits, values = (net[1:](x) for net, x in zip(nets, first, strict=True))
-        return F.log_softmax(logits, dim=-1), values.squeeze(-1)
+        return F.log_softmax(self.actor(obs), dim=-1), self.critic(obs).squeeze(-1)
 
 
 class Batch(NamedTuple):
@@ -614,6 +609,9 @@ def main(args: Args) -> Path:
     if args.compile:
         compile_agent(agent)
         step = torch.compile(step, fullgraph=True)
+        cpuinfo = Path("/proc/cpuinfo")  # with AMX, "medium" would be bfloat16, with CUDA TF32
+        if device.type == "cpu" and cpuinfo.exists() and "amx" not in cpuinfo.read_text():
+            torch.set_float32_matmul_precision("medium")  # oneDNN, not MKL: 1.5x on AMD's Zen 5
     if args.cudagraphs and device.type == "cuda":
         roll_out = CudaGraphModule(roll_out, warmup=3)
         agent.learn = CudaGraphModule(agent.learn, warmup=3)

@@ -29,8 +29,10 @@ TAGS = {f"losses/{name}" for name in (*baseline.METRICS, "explained_variance")}
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path, monkeypatch, one_thread):
-    """Each test has a directory, and one thread: small batches are not worth more."""
+    """Each test has a directory, one thread, as small batches are not worth more, and float32."""
     monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_float32_matmul_precision("highest")  # which compiled runs change
 
 
 def train(module, **flags) -> Path:
