@@ -585,7 +585,7 @@ def main(args: Args) -> Path:
                 writer.add_scalar("losses/explained_variance", explained, global_step)
                 for tag, value in zip(METRICS, losses, strict=True):
                     writer.add_scalar(f"losses/{tag}", value, global_step)
-                if global_step - start_step > envs.max_steps * args.num_envs:  # episodes are whole
+                if global_step - start_step - batch_size >= envs.max_steps * args.num_envs:  # whole
                     writer.add_scalar("charts/episodic_return", episodic_return, global_step)
                     writer.add_scalar("charts/episodic_length", envs.max_steps, global_step)
                 bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)

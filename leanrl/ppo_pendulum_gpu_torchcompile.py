@@ -609,6 +609,9 @@ def main(args: Args) -> Path:
     if args.compile:
         compile_agent(agent)
         step = torch.compile(step, fullgraph=True)
+        cpuinfo = Path("/proc/cpuinfo")  # with AMX, "medium" would be bfloat16, with CUDA TF32
+        if device.type == "cpu" and cpuinfo.exists() and "amx" not in cpuinfo.read_text():
+            torch.set_float32_matmul_precision("medium")  # oneDNN, not MKL: 1.5x on AMD's Zen 5
     if args.cudagraphs and device.type == "cuda":
         roll_out = CudaGraphModule(roll_out, warmup=3)
         agent.learn = CudaGraphModule(agent.learn, warmup=3)
@@ -685,7 +688,7 @@ def main(args: Args) -> Path:
                 writer.add_scalar("losses/explained_variance", explained, global_step)
                 for tag, value in zip(METRICS, losses, strict=True):
                     writer.add_scalar(f"losses/{tag}", value, global_step)
-                if global_step - start_step > envs.max_steps * args.num_envs:  # episodes are whole
+                if global_step - start_step - batch_size >= envs.max_steps * args.num_envs:  # whole
                     writer.add_scalar("charts/episodic_return", episodic_return, global_step)
                     writer.add_scalar("charts/episodic_length", envs.max_steps, global_step)
                 bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
