@@ -4,157 +4,99 @@
     python leanrl/ppo_continuous_action_async.py --num-envs 8 --num-steps 256 --eval-every 100000
     python leanrl/ppo_continuous_action_async.py --learner-device cuda:0 --collector-device cuda:1
     python leanrl/ppo_continuous_action_async.py --sync             # as ppo_continuous_action.py
-    python leanrl/ppo_continuous_action_async.py --check-devices    # names tensors that went astray
-    python leanrl/ppo_continuous_action_async.py --help             # every flag
 
-The algorithm is that of ppo_continuous_action.py, which says where it comes from. There acting and
-learning take turns; here a collector process makes the next rollout while the learner learns from
-the last one, so that an iteration takes as long as the longer of the two. `diff` of the two files
-shows what that needs:
+The algorithm is that of ppo_continuous_action.py, where acting and learning take turns. Here a
+collector process makes the next rollout while the learner learns from the last one. `diff` of the
+two files shows what that needs:
 
-- `Slot`: what travels between the two, in CPU memory that both see. The learner writes the weights
-  to act with, their version and the noise; the collector adds the rollout that it makes with them.
-  There are two, so that one can be filled while the other is learned from (`--max-staleness`).
-- A rollout is thus made with weights that are one update behind (`charts/staleness`). PPO's bound
-  on the ratio to the policy that acted would be spent on the update in between, and learning be
-  slow. So the ratio is taken to the policy from which learning departs, and the stored
-  log-probabilities say how important a step of the older one is (`ppo_loss`). Values are computed
-  anew as well.
-- The learner draws all random numbers of acting as well, and which weights make which rollout does
-  not depend on who is faster: a seed repeats itself to the last bit, also after --resume. --sync
-  waits for each rollout and gives exactly the results of ppo_continuous_action.py on the same
-  devices and with the same number of threads.
-- `Worker`: a process that dies with this one and whose death this one notices at once.
-- `DeviceEnv` and `check_devices`, to copy: an environment on the CPU that takes and gives tensors
-  on a device, and a check that names the tensor which is on another one.
-
-Evaluation is a third process, on --eval-device, and does not stop the training either.
+- `Slot`: what travels between the two, in CPU memory that both see. The learner writes weights,
+  their version and noise, the collector the rollout that it makes with them. There are two, one to
+  be filled while the other is learned from (`--max-staleness`).
+- A rollout is thus made by a policy one update behind, and PPO's bound on the ratio to that policy
+  would be spent on the update in between. So the ratio is taken to the policy from which learning
+  departs, and the stored log-probabilities say how important a step of the older one is
+  (`ppo_loss`). All values, those of final observations included, are computed anew.
+- The learner draws all random numbers, and which weights make which rollout does not depend on who
+  is faster: a seed repeats itself to the last bit. --sync waits for each rollout, so that all is as
+  in ppo_continuous_action.py, to the last bit with the same devices and number of threads.
+- `Worker`: a process that ends with this one and whose death ends this one at once. Evaluation has
+  its own and does not stop training, unless several are waiting. A resumed run begins with fresh
+  episodes and weights that are not stale.
+- `DeviceEnv`: an environment on the CPU that takes and gives tensors on a device.
 
 Its twin ppo_continuous_action_async_torchcompile.py is this file with the hunks marked `# speed:`.
-
-Measured (plots/results/): 1,548 steps/s on 2 cores of an AMD EPYC (AVX2), 1.72 times what
-ppo_continuous_action.py makes, at the same return within noise. On a GPU: not measured.
-
-Shapes: T steps of a rollout, N environments, B batch, O observation, A action, P parameters. A run
-writes runs/<env>__<name>__<seed>__<time>/ with config.json, TensorBoard event files, stages.json
-(the learner's) and stages_collector.json, and where asked for with checkpoint.pt and videos/. In
-both reports `untracked` is mostly the wait for the other process.
+Shapes: T steps of a rollout, N environments, B batch, O observation, A action. The collector's
+times are in stages_collector.json; `untracked` is mostly the wait for the other process.
 """
 
-import importlib.util
-import inspect
+import copy
 import json
 import math
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-import traceback
-import warnings
-import zipfile
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn as nn
 import tqdm
 import tyro
+from gymnasium.spaces import Box
+from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """name of this experiment, part of the run directory's name"""
-    seed: int = 1
-    """seed of the environments and of every random generator"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
-    cuda: bool = True
-    """learn on CUDA where there is a device, unless --learner-device says where"""
-    track: bool = False
-    """also send the run to Weights & Biases"""
-    wandb_project_name: str = "leanRL"
-    """the wandb project"""
-    wandb_entity: str | None = None
-    """the wandb team"""
-    capture_video: bool = False
-    """film the first episode of each evaluation; without --eval-every, evaluate at the end"""
-    save_model: bool = False
-    """write checkpoint.pt at the end of the run"""
-    checkpoint_every: int = 0
-    """also write it every so many environment steps; 0: never"""
-    resume: str | None = None
-    """go on with this run (its directory or checkpoint.pt); flags not given stay as they were"""
-    eval_every: int = 0
-    """evaluate every so many environment steps, and at the end; 0: never"""
-    eval_episodes: int = 10
-    """episodes per evaluation, each in an environment of its own"""
-    stopwatch: Literal["off", "time", "trace"] = "time"
-    """what the stopwatch measures: nothing, time per stage, or also a profiler window"""
+    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run directory's name
+    seed: int = 1  # seed of the environments and of every random generator
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = True  # learn on CUDA where there is a device
+    track: bool = False  # also send the run to Weights & Biases
+    wandb_project_name: str = "leanRL"  # the wandb project
+    wandb_entity: str | None = None  # the wandb team
+    capture_video: bool = False  # film an episode of each evaluation; there is one at the end
+    save_model: bool = False  # write checkpoint.pt at the end of the run, unless it is interrupted
+    checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
+    resume: str | None = None  # go on with this run directory; flags that are not given stay
+    eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
+    eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
+    stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
-    learner_device: str | None = None
-    """where the network learns: cpu, cuda or cuda:N"""
-    collector_device: str = "cpu"
-    """where its copy acts"""
-    eval_device: str = "cpu"
-    """where another copy is evaluated"""
-    sync: bool = False
-    """wait for each rollout before the next one begins: the results of ppo_continuous_action.py"""
-    max_staleness: int = 1
-    """how many updates the weights that make a rollout may be behind those that learn from it"""
-    check_devices: bool = False
-    """for debugging: stop at the first tensor that is not on the device where it belongs"""
+    learner_device: str | None = None  # where the network learns, if --cuda is not to decide
+    collector_device: str = "cpu"  # where its copy acts: cpu, cuda or cuda:N
+    eval_device: str = "cpu"  # where another copy is evaluated
+    sync: bool = False  # act and learn in turns, as ppo_continuous_action.py does
+    max_staleness: int = 1  # how many updates the weights that act are behind those that learn
 
-    env_id: str = "HalfCheetah-v5"
-    """id of the Gymnasium environment"""
-    total_timesteps: int = 1_000_000
-    """environment steps of the whole run, over all environments; rounded down to whole rollouts"""
-    learning_rate: float = 3e-4
-    """learning rate of the optimizer, at first"""
-    anneal_lr: bool = True
-    """lower the learning rate from rollout to rollout, linearly to zero at the end of the run"""
-    num_envs: int = 1
-    """environments stepped side by side"""
-    num_steps: int = 2048
-    """steps of a rollout in each environment"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 32
-    """minibatches per epoch"""
-    update_epochs: int = 10
-    """passes over a rollout"""
-    norm_adv: bool = True
-    """normalize the advantages of each minibatch"""
-    clip_coef: float = 0.2
-    """how far the ratio of new to old probabilities may go from 1 before its gradient ends"""
-    clip_vloss: bool = True
-    """clip the change of the value in the same way"""
-    ent_coef: float = 0.0
-    """weight of the entropy in the loss"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """longest gradient; longer ones are scaled down to it"""
-    target_kl: float | None = None
-    """end the epochs when the policy has gone so far, in KL divergence, from the old one"""
+    env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
+    total_timesteps: int = 1_000_000  # environment steps of the whole run, in whole rollouts
+    num_envs: int = 1  # environments stepped side by side
+    num_steps: int = 2048  # steps of a rollout in each environment
+    learning_rate: float = 3e-4  # learning rate of the optimizer, at first
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 32  # minibatches per epoch
+    update_epochs: int = 10  # passes over a rollout
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.2  # how far the ratio of new to old probabilities may go from 1
+    clip_vloss: bool = True  # clip the change of the value in the same way
+    ent_coef: float = 0.0  # weight of the entropy in the loss
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
+    target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
 
 # >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
@@ -235,7 +177,7 @@ class Stopwatch:
         self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
         self._begin_window()
         while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 64 == 0
+            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
             self.stage = self._between_events if sampled else self.contexts.__getitem__
             yield
             if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
@@ -299,294 +241,84 @@ class Stopwatch:
 # <<< stopwatch <<<
 
 
-def fail(message: str) -> None:
-    """Ends the program with a one-line error and exit status 2, as argument errors do."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+SCRIPT = Path(__file__).name
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+KL = METRICS.index("approx_kl")
+STATISTICS = [(rms, x) for rms in ("obs_rms", "return_rms") for x in ("mean", "var", "count")]
+STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
 def check_args(args: Args) -> None:
-    """Refuses, before any work starts, settings that cannot run; the message names the flag."""
-    for name in (
-        "total_timesteps",
-        "num_envs",
-        "num_steps",
-        "num_minibatches",
-        "update_epochs",
-        "max_grad_norm",
-        "eval_episodes",
-    ):
-        if getattr(args, name) <= 0:
-            fail(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    for name in ("checkpoint_every", "eval_every", "max_staleness"):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches:
-        fail(
-            f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {batch_size} steps "
-            f"cannot be divided into --num-minibatches {args.num_minibatches}"
-        )
-    if batch_size == args.num_minibatches and args.norm_adv:
-        fail("minibatches of one step have no deviation to normalize by: --no-norm-adv")
-    if args.total_timesteps < batch_size:
-        fail(f"--total-timesteps {args.total_timesteps} is less than a rollout of {batch_size}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs wandb: pip install -r requirements/wandb.txt")
-    if args.capture_video and importlib.util.find_spec("moviepy") is None:
-        fail("--capture-video needs moviepy: pip install -r requirements/video.txt")
-    if args.learner_device not in (None, "cpu") and not args.cuda:
-        fail(f"--learner-device {args.learner_device} contradicts --no-cuda")
-    for name in ("learner_device", "collector_device", "eval_device"):
-        if getattr(args, name) is not None:
-            check_device(f"--{name.replace('_', '-')}", getattr(args, name))
-
-
-def check_device(flag: str, name: str) -> None:
-    """Refuses a device that does not exist here."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        fail(f"{flag} {name!r}: choose cpu, cuda or cuda:N")
+    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
+    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
+    may_be_zero += ("ent_coef", "vf_coef", "max_staleness")
+    for name, x in asdict(args).items():
+        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
+            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
+    rollout = args.num_envs * args.num_steps
+    if args.total_timesteps < rollout:
+        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
+    if rollout % args.num_minibatches or rollout == args.num_minibatches:
+        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
     count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
-        fail(f"{flag} {name}: this machine has {there}")
+    devices = ["cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))]
+    for name in ("learner_device", "collector_device", "eval_device"):
+        if getattr(args, name) not in (None, *devices):
+            raise SystemExit(f"--{name.replace('_', '-')}: this machine has {', '.join(devices)}")
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of that name, with its index, as the calling process's current one."""
-    device = torch.device(name)
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)  # or a context, of some 100 MB, opens on cuda:0 as well
-    return device
+def use_device(name: str) -> torch.device:
+    """The device of that name, as this process's current one: the others cost it no memory."""
+    if name.startswith("cuda"):
+        torch.cuda.set_device(torch.device(name).index or 0)
+    return torch.device(name)
 
 
-class Repeatable(gym.Wrapper):
-    """An environment that a checkpoint can bring back, whatever simulates it.
-
-    A simulator's state is nowhere to be had in general, but an episode repeats itself from the same
-    random state through the same actions.
-    """
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        self.origin = self.np_random.bit_generator.state if seed is None else seed
-        self.actions = []
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action: np.ndarray) -> tuple:
-        self.actions.append(action)
-        return self.env.step(action)
-
-    def state_dict(self) -> dict:
-        """How the episode started, and its actions so far (T, A)."""
-        return {"origin": self.origin, "actions": torch.from_numpy(np.array(self.actions))}
-
-    def repeat(self, state: dict) -> np.ndarray:
-        """Goes through the episode of `state` again -> its last observation (O,)."""
-        if isinstance(state["origin"], int):
-            obs, _ = self.reset(seed=state["origin"])
-        else:
-            self.np_random.bit_generator.state = state["origin"]
-            obs, _ = self.reset()
-        for action in state["actions"].numpy():
-            obs = self.step(action)[0]
-        return obs
-
-
-def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
-    """N environments, each of which resets in the step that ends its episode (`SAME_STEP`).
-
-    The first episode of the first one becomes `video`-episode-0.mp4, if that is given.
-    """
+def make_envs(
+    env_id: str, num_envs: int, gamma: float | None = None, video: Path | None = None
+) -> gym.vector.VectorEnv:
+    """N environments that reset in the step that ends an episode; `video` films the first one."""
 
     def make_env(index: int) -> gym.Env:
-        if video is None or index > 0:
-            env = gym.make(env_id)
-        else:
-            env = gym.make(env_id, render_mode="rgb_array")
-            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # of other names
-            env = gym.wrappers.RecordVideo(
-                env, str(video.parent), name_prefix=video.name, episode_trigger=lambda i: i == 0
-            )
-        return Repeatable(gym.wrappers.RecordEpisodeStatistics(env))
+        films = video is not None and index == 0
+        env = gym.make(env_id, render_mode="rgb_array") if films else gym.make(env_id)
+        if not isinstance(env.action_space, Box) or len(env.observation_space.shape or ()) != 1:
+            raise SystemExit("--env-id: PPO needs flat observations and continuous actions")
+        if films:
+            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(env))
+        if gamma is not None:  # evaluation normalizes by what all environments have shown
+            env = gym.wrappers.NormalizeObservation(env)
+            env = gym.wrappers.TransformObservation(env, lambda obs: obs.clip(-10, 10), None)
+            env = gym.wrappers.NormalizeReward(env, gamma)
+            env = gym.wrappers.TransformReward(env, lambda reward: reward.clip(-10, 10))
+        return env
 
-    try:
-        envs = gym.vector.SyncVectorEnv(
-            [partial(make_env, i) for i in range(num_envs)],
-            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-        )
-    except (gym.error.Error, ImportError) as error:  # says what is unknown or not installed
-        fail(f"cannot make environment {env_id!r}: {' '.join(str(error).split())}")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Box):
-        fail(f"PPO with a Gaussian policy needs continuous actions; {env_id} has {action_space}")
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
-        fail(f"PPO with an MLP needs flat observations; {env_id} has {obs_space}")
-    return envs
+    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
-def run_config(args: Args, device: torch.device) -> dict:
-    """What it takes to repeat a run and to judge its speed: settings, code, hardware, load."""
-
-    def output(*command: str) -> str | None:
-        try:
-            return subprocess.check_output(
-                command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL
-            ).strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    packages = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "numpy")
-    gpu, driver = None, None
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "args": asdict(args),
-        "command": " ".join(sys.argv),
-        "git_commit": output(
-            "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-        ),
-        "cpu": {
-            "model": model[1] if model else None,
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-        },
-        "gpu": gpu,
-        "gpu_driver": driver,
-        "load_average": os.getloadavg(),
-        "python": sys.version.split()[0],
-        "versions": {p: version(p) for p in packages if importlib.util.find_spec(p) is not None},
-    }
+def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
+    """What normalization has learned, a row per environment: for checkpoints and evaluation."""
+    found = {"discounted_reward": envs.get_attr("discounted_reward")}
+    for kind, name in STATISTICS:
+        found[f"{kind}_{name}"] = [getattr(rms, name) for rms in envs.get_attr(kind)]
+    return {name: torch.as_tensor(np.array(rows)) for name, rows in found.items()}
 
 
-class RunningMeanStd:
-    """Mean and variance of all that each of N environments has shown, as Gymnasium keeps them."""
-
-    def __init__(self, num_envs: int, *shape: int):
-        self.mean, self.var = np.zeros((num_envs, *shape)), np.ones((num_envs, *shape))
-        self.count = np.full((num_envs, *(1 for _ in shape)), 1e-4)
-
-    def update(self, x: np.ndarray, envs: np.ndarray | slice = slice(None)) -> None:
-        """Takes in one value for each of `envs`: x (n, *shape)."""
-        count, delta = self.count[envs], x - self.mean[envs]
-        total = count + 1
-        step = delta / total
-        self.mean[envs] += step
-        self.var[envs] = (self.var[envs] + step * delta) * (count / total)
-        self.count[envs] = total
-
-
-class Normalizer:
-    """Brings observations and rewards to unit scale by what each environment has shown so far.
-
-    Rewards are divided by the deviation of their discounted sum, which a truncation does not end.
-    """
-
-    def __init__(self, num_envs: int, obs_dim: int, gamma: float):
-        self.obs_stats = RunningMeanStd(num_envs, obs_dim)
-        self.return_stats = RunningMeanStd(num_envs)
-        self.returns, self.gamma = np.zeros(num_envs), gamma
-
-    def observe(self, obs: np.ndarray, envs: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Takes in and normalizes one observation for each of `envs`: (n, O) -> (n, O) float32."""
-        self.obs_stats.update(obs, envs)
-        return self.scale(obs, self.obs_stats.mean[envs], self.obs_stats.var[envs])
-
-    def observe_frozen(self, obs: np.ndarray) -> np.ndarray:
-        """Normalizes (n, O) by the statistics of all environments together, and learns nothing."""
-        mean = self.obs_stats.mean.mean(axis=0)
-        var = (self.obs_stats.var + self.obs_stats.mean**2).mean(axis=0) - mean**2
-        return self.scale(obs, mean, var)
-
-    def reward(self, rewards: np.ndarray, terminated: np.ndarray) -> np.ndarray:
-        """Takes in and normalizes the rewards of a step (N,)."""
-        self.returns = self.returns * self.gamma * (1 - terminated) + rewards
-        self.return_stats.update(self.returns)
-        return np.clip(rewards / np.sqrt(self.return_stats.var + 1e-8), -10, 10)
-
-    @staticmethod
-    def scale(obs: np.ndarray, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
-        scaled = (obs - mean) / np.sqrt(var + 1e-8)
-        return np.minimum(np.maximum(scaled, -10), 10).astype(np.float32)
-
-    def state_dict(self) -> dict:
-        arrays = {f"obs_{name}": array for name, array in vars(self.obs_stats).items()}
-        arrays |= {f"return_{name}": array for name, array in vars(self.return_stats).items()}
-        arrays["discounted_returns"] = self.returns
-        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-
-    def load_state_dict(self, state: dict) -> None:
-        for name in ("mean", "var", "count"):
-            getattr(self.obs_stats, name)[:] = state[f"obs_{name}"].numpy()
-            getattr(self.return_stats, name)[:] = state[f"return_{name}"].numpy()
-        self.returns = state["discounted_returns"].numpy().copy()
-
-
-class NormalizedEnvs(gym.vector.VectorWrapper):
-    """Environments whose actions are clipped and whose observations and rewards are normalized."""
-
-    def __init__(self, envs: gym.vector.SyncVectorEnv, gamma: float):
-        super().__init__(envs)
-        self.normalizer = Normalizer(self.num_envs, self.single_observation_space.shape[0], gamma)
-        self.low, self.high = self.single_action_space.low, self.single_action_space.high
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        self.raw_obs, infos = self.env.reset(seed=seed, options=options)
-        self.obs = self.normalizer.observe(self.raw_obs)
-        return self.obs, infos
-
-    def step(self, actions: np.ndarray) -> tuple:
-        """Actions (N, A) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
-
-        Where an episode ended, the observation is already the next episode's first; then infos has
-        `final_obs` (N, O), the observations before the resets.
-        """
-        clipped = np.clip(actions, self.low, self.high)
-        next_obs, rewards, terminated, truncated, infos = self.env.step(clipped)
-        ended, last_obs = terminated | truncated, next_obs
-        if "final_obs" in infos:
-            last_obs = next_obs.copy()
-            for i in np.flatnonzero(ended):
-                last_obs[i] = infos["final_obs"][i]
-        rewards = self.normalizer.reward(rewards, terminated)
-        self.raw_obs, self.obs = next_obs, self.normalizer.observe(last_obs)
-        if ended.any():
-            infos["final_obs"] = self.obs.copy()
-            self.obs[ended] = self.normalizer.observe(next_obs[ended], ended)
-        return self.obs, rewards, terminated, truncated, infos
-
-    def state_dict(self) -> dict:
-        """What a checkpoint needs to bring the environments back to this moment."""
-        return {
-            "normalizer": self.normalizer.state_dict(),
-            "envs": [env.state_dict() for env in self.env.envs],
-            "obs": torch.from_numpy(self.raw_obs),
-            "normalized_obs": torch.from_numpy(self.obs),
-        }
-
-    def load_state_dict(self, checkpoint: dict, seed: int) -> None:
-        """Goes there; what does not repeat itself starts afresh, environment i by seed + i."""
-        self.normalizer.load_state_dict(checkpoint["normalizer"])
-        self.raw_obs = repeat_episodes(self.env, checkpoint, seed)
-        self.obs = checkpoint["normalized_obs"].numpy()
-        fresh = (self.raw_obs != checkpoint["obs"].numpy()).any(axis=1)
-        self.obs[fresh] = self.normalizer.observe(self.raw_obs[fresh], fresh)
+def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
+    """Puts back what `get_statistics` has returned."""
+    envs.set_attr("discounted_reward", list(statistics["discounted_reward"].numpy()))
+    for kind, name in STATISTICS:
+        for rms, row in zip(envs.get_attr(kind), statistics[f"{kind}_{name}"], strict=True):
+            setattr(rms, name, row.numpy())
 
 
 class DeviceEnv(gym.vector.VectorWrapper):
     """A vector environment on the CPU that takes and gives tensors on `device`.
 
-    Any of Gymnasium's interface whose spaces are arrays. Floating-point numbers become float32; of
-    infos, `final_obs` becomes a tensor where it is an array, and the rest stays as it is. On the
-    CPU tensors share the memory of the arrays: an environment that reuses them needs `copy=True`.
+    Floating-point numbers become float32, infos stay as they are. On the CPU tensors share the
+    memory of arrays: an environment that fills the same ones again needs `copy=True`.
     """
 
     def __init__(self, envs: gym.vector.VectorEnv, device: torch.device):
@@ -597,74 +329,22 @@ class DeviceEnv(gym.vector.VectorWrapper):
         obs, infos = self.env.reset(seed=seed, options=options)
         return self.to_device(obs), infos
 
-    def step(self, actions: torch.Tensor) -> tuple:
-        obs, rewards, terminated, truncated, infos = self.env.step(self.to_numpy(actions))
-        if "final_obs" in infos:
-            infos["final_obs"] = self.to_device(infos["final_obs"])
-        arrays = obs, rewards, terminated, truncated
+    def step(self, actions: Tensor) -> tuple:
+        *arrays, infos = self.env.step(actions.cpu().numpy())
         return *(self.to_device(array) for array in arrays), infos
 
-    def to_device(self, array: np.ndarray) -> torch.Tensor:
-        if array.dtype == object:  # Gymnasium's own final_obs: None where no episode ended
-            return array
+    def to_device(self, array: np.ndarray) -> Tensor:
         dtype = torch.float32 if array.dtype.kind == "f" else None
-        return torch.from_numpy(array).to(self.device, dtype, non_blocking=True)
-
-    def to_numpy(self, tensor: torch.Tensor) -> np.ndarray:
-        return tensor.cpu().numpy()
+        return torch.as_tensor(array).to(self.device, dtype, non_blocking=True)
 
 
-class DeviceError(RuntimeError):
-    """A tensor is not on the device where it belongs."""
-
-
-def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in `value`, each with the expression that leads to it from `name`."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from named_tensors(f"{name}[{key!r}]", item)
-    elif isinstance(value, (list, tuple)):
-        fields = getattr(value, "_fields", None)
-        for i, item in enumerate(value):
-            yield from named_tensors(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", item)
-    elif isinstance(value, (Rollout, nn.Module)):
-        items = value.named_parameters() if isinstance(value, nn.Module) else vars(value).items()
-        for key, item in items:
-            yield from named_tensors(f"{name}.{key}", item)
-
-
-def check_devices(function: Callable, device: torch.device) -> Callable:
-    """For debugging: `function`, which refuses tensors, given or returned, that are elsewhere.
-
-    DeviceError names the tensor, the device on which it is and the one on which it belongs.
-    """
-    signature = inspect.signature(function)
-    title = getattr(function, "__qualname__", type(function).__name__)
-
-    def check(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in tensors:
-            if tensor.device != device:
-                where = f"{title}: {name} is on {tensor.device}"
-                raise DeviceError(f"{where}, expected {device}")
-
-    @wraps(function)
-    def checked(*args, **kwargs):
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            check(named_tensors(name, value))
-        result = function(*args, **kwargs)
-        check(named_tensors("result", result))
-        return result
-
-    return checked
-
-
-def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights, no bias."""
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64; weights are orthogonal at first, `gain` scales the last layer's."""
+    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
+    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 class ActorCritic(nn.Module):
@@ -672,23 +352,11 @@ class ActorCritic(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int):
         super().__init__()
-        self.critic = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 1), gain=1.0),
-        )
-        self.actor_mean = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, action_dim), gain=0.01),
-        )
+        self.critic = mlp(obs_dim, 1, gain=1.0)
+        self.actor_mean = mlp(obs_dim, action_dim, gain=0.01)
         self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
         return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
 
@@ -696,79 +364,48 @@ class ActorCritic(nn.Module):
 class Batch(NamedTuple):
     """B steps of a rollout, float32; log_probs and values are those from which learning departs."""
 
-    obs: torch.Tensor  # (B, O)
-    actions: torch.Tensor  # (B, A)
-    log_probs: torch.Tensor  # (B,)
-    values: torch.Tensor  # (B,)
-    advantages: torch.Tensor  # (B,)
-    returns: torch.Tensor  # (B,)
-    importance: torch.Tensor  # (B,) how much likelier the actions are than where they were drawn
+    obs: Tensor  # (B, O)
+    actions: Tensor  # (B, A)
+    log_probs: Tensor  # (B,)
+    values: Tensor  # (B,)
+    advantages: Tensor  # (B,)
+    returns: Tensor  # (B,)
+    importance: Tensor  # (B,) how much likelier the actions are than where they were drawn
 
 
 class Rollout:
-    """T steps of N environments on `device`."""
+    """T steps of N environments on `device`: (T + 1, N, O), (T, N, A) and otherwise (T, N)."""
 
-    def __init__(
-        self, steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device
-    ):
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.zeros(steps, num_envs, *shape, device=device)
-
-        # T + 1 rows, the last one for what follows the rollout
-        self.obs = torch.zeros(steps + 1, num_envs, obs_dim, device=device)
-        self.values = torch.zeros(steps + 1, num_envs, device=device)
-        self.actions, self.log_probs, self.rewards = empty(action_dim), empty(), empty()
-        self.ended = empty()  # 1 where the step ended an episode, of either kind
-        self.final_values = empty()  # of the final observation of a truncated episode; otherwise 0
-
-    def to(self, device: torch.device) -> "Rollout":
-        """The same steps on `device`, without a copy where they are there already."""
-        there = object.__new__(Rollout)
-        vars(there).update({name: tensor.to(device) for name, tensor in vars(self).items()})
-        return there
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        shape = args.num_steps, args.num_envs
+        self.obs = torch.zeros(shape[0] + 1, shape[1], obs_dim, device=device)  # and what follows
+        self.actions = torch.zeros(*shape, action_dim, device=device)
+        self.log_probs, self.values, self.rewards = torch.zeros(3, *shape, device=device)
+        # 1 where an episode ended; there, the value of its last observation, 0 if it terminated
+        self.ended, self.final_values = torch.zeros(2, *shape, device=device)
 
 
-class Slot:
-    """What travels between learner and collector, in CPU memory that both see.
+class Slot(Rollout):
+    """What travels between learner and collector, in CPU memory that both see."""
 
-    On the way there the weights to act with (P,), their version and standard normal noise
-    (T, N, A), on the way back also the rollout that was made with them. Not straight from one GPU
-    to another: that would open a context on both in each process.
-    """
-
-    def __init__(self, args: Args, obs_dim: int, action_dim: int, num_parameters: int):
-        steps, num_envs = args.num_steps, args.num_envs
-        self.version, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(num_parameters)
-        self.noise = torch.zeros(steps, num_envs, action_dim)
-        self.rollout = Rollout(steps, num_envs, obs_dim, action_dim, torch.device("cpu"))
-        for tensor in (*vars(self.rollout).values(), self.version, self.weights, self.noise):
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, model: ActorCritic):
+        super().__init__(args, obs_dim, action_dim, torch.device("cpu"))
+        self.noise = torch.zeros(args.num_steps, args.num_envs, action_dim)  # standard normal
+        self.version = torch.zeros((), dtype=torch.int64)  # how many updates the weights have seen
+        for tensor in vars(self).values():
             tensor.share_memory_()  # nothing of it outlives the processes, however they end
-
-    def state_dict(self) -> dict:
-        """What the learner has put in."""
-        return {name: getattr(self, name) for name in ("version", "weights", "noise")}
-
-    def load_state_dict(self, state: dict) -> None:
-        for name, tensor in state.items():
-            getattr(self, name).copy_(tensor)
+        self.model = copy.deepcopy(model).cpu().share_memory().requires_grad_(False)  # weights
 
 
-def gaussian_log_prob(
-    actions: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor
-) -> torch.Tensor:
+def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
     z = (actions - mean) * (-log_std).exp()
     return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
 def compute_gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    next_values: torch.Tensor,
-    ended: torch.Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> torch.Tensor:
+    rewards: Tensor, values: Tensor, next_values: Tensor, ended: Tensor, gamma: float, lam: float
+) -> Tensor:
     """Generalized advantage estimation (arXiv:1506.02438, equation 16) -> advantages (T, N).
 
     All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
@@ -777,40 +414,31 @@ def compute_gae(
     deltas = rewards + gamma * next_values - values
     advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + gamma * gae_lambda * (1 - ended[t]) * advantage
+        advantage = deltas[t] + gamma * lam * (1 - ended[t]) * advantage
         advantages[t] = advantage
     return advantages
 
 
-def policy_loss(
-    log_ratios: torch.Tensor, advantages: torch.Tensor, clip_coef: float
-) -> torch.Tensor:
+def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     return -torch.min(advantages * ratios, advantages * clipped).mean()
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_coef: float | None
-) -> torch.Tensor:
+def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
-    errors = (values - returns).square()
+    errors = (values - batch.returns).square()
     if clip_coef is not None:
-        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - returns).square())
+        clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (clipped - batch.returns).square())
     return 0.5 * errors.mean()
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-
-
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
     """Loss of a minibatch (equation 9) -> loss (), METRICS (6,).
 
-    The policy's part is the decoupled objective of Hilton et al. (arXiv:2110.00641, section 3): the
-    ratio is bounded about the policy from which learning departs, and steps that another one made
-    count by their importance.
+    The policy's part is the decoupled objective of Hilton et al. (arXiv:2110.00641, section 3).
     """
     mean, log_std, values = model(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
@@ -818,8 +446,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, batch.importance * advantages, args.clip_coef)
-    clip_coef = args.clip_coef if args.clip_vloss else None
-    of_value = value_loss(values, batch.values, batch.returns, clip_coef)
+    of_value = value_loss(values, batch, args.clip_coef if args.clip_vloss else None)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
@@ -829,165 +456,107 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[torch.Tensor
         return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
 
 
-class Policy:
-    """The copy of the network that acts, or is evaluated, in a process of its own."""
+class PPO(nn.Module):
+    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
 
-    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
+        self.args = args
         self.model = ActorCritic(obs_dim, action_dim).to(device)
+        self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+        self.optimizers = (self.optimizer,)
 
-    def load(self, weights: torch.Tensor) -> None:
-        """Takes over PPO.weights (P,)."""
-        parameters = list(self.model.parameters())
-        parts = weights.split([parameter.numel() for parameter in parameters])
-        with torch.no_grad():
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
-
-    def act(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (N, O), normal noise (N, A) -> actions (N, A), log_probs (N,), values (N,)."""
         with torch.no_grad():
             mean, log_std, values = self.model(obs)
             actions = mean + log_std.exp() * noise
             return actions, gaussian_log_prob(actions, mean, log_std), values
 
-    def value(self, obs: torch.Tensor) -> torch.Tensor:
-        """obs (N, O) -> values (N,)."""
+    def value(self, obs: Tensor) -> Tensor:
+        """obs (..., O) -> values (...)."""
         with torch.no_grad():
-            return self.model(obs)[2]
-
-
-class PPO:
-    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
-
-    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
-        self.args = args
-        self.model = ActorCritic(obs_dim, action_dim).to(device)
-        self.parameters = list(self.model.parameters())
-        self.optimizer = Adam(self.parameters, lr=args.learning_rate, eps=1e-5, fused=True)
-
-    def state_dict(self) -> dict:
-        """Everything that updates change."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]})
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-
-    def weights(self) -> torch.Tensor:
-        """All parameters (P,), for a Policy to load."""
-        return nn.utils.parameters_to_vector(self.parameters).detach()
+            return self.model.critic(obs).squeeze(-1)
 
     def prepare(self, rollout: Rollout, stale: bool) -> Batch:
-        """A rollout -> B = T N steps to learn from; `stale`: other weights than these made it."""
+        """A rollout, perhaps `stale`: made by older weights -> B = T N steps to learn from."""
         with torch.no_grad():
-            log_probs, values = rollout.log_probs, rollout.values
+            obs, actions, log_probs, values, rewards, ended, final_values = vars(rollout).values()
             importance = torch.ones_like(log_probs)
-            if stale:
-                mean, log_std, values = self.model(rollout.obs)
-                log_probs = gaussian_log_prob(rollout.actions, mean[:-1], log_std)
+            if stale:  # what these weights have to say
+                mean, log_std, values = self.model(obs[:-1])
+                log_probs = gaussian_log_prob(actions, mean, log_std)
                 importance = (log_probs - rollout.log_probs).exp()
-            following = torch.where(rollout.ended.bool(), rollout.final_values, values[1:])
-            values = values[:-1]
-            advantages = compute_gae(
-                rollout.rewards,
-                values,
-                following,
-                rollout.ended,
-                self.args.gamma,
-                self.args.gae_lambda,
-            )
+            following = torch.cat([values[1:], self.value(obs[-1])[None]])
+            following = torch.where(ended.bool(), final_values, following)
+            discounts = self.args.gamma, self.args.gae_lambda
+            advantages = compute_gae(rewards, values, following, ended, *discounts)
             columns = log_probs, values, advantages, advantages + values, importance
-            columns = rollout.obs[:-1], rollout.actions, *columns
-            return Batch(*(column.flatten(0, 1) for column in columns))
+            return Batch(*(column.flatten(0, 1) for column in (obs[:-1], actions, *columns)))
 
-    def update(self, batch: Batch) -> torch.Tensor:
-        """One gradient step -> METRICS (6,)."""
-        loss, metrics = ppo_loss(self.model, batch, self.args)
+    def update(self, batch: Batch, index: Tensor) -> Tensor:
+        """One gradient step on the steps of `batch` in index -> METRICS (6,)."""
+        minibatch = Batch(*(column[index] for column in batch))
+        loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
+        nn.utils.clip_grad_norm_(self.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         return metrics
 
-    def learn(self, batch: Batch, permutations: torch.Tensor) -> torch.Tensor:
-        """Epochs of minibatches in the order of permutations (E, B) -> the last METRICS (6,)."""
-        for index in permutations.view(-1, permutations.shape[1] // self.args.num_minibatches):
-            metrics = self.update(Batch(*(column[index] for column in batch)))
-        return metrics
-
-
-class WorkerError(BaseException):
-    """A process of this run died; the message has its traceback, or tells what killed it.
-
-    It comes at any moment, as KeyboardInterrupt does, and passes `except Exception` as that does.
-    """
+    def learn(self, batch: Batch, order: Tensor) -> Tensor:
+        """An epoch of minibatches in the order of a permutation (B,) -> METRICS of each (M, 6)."""
+        indices = order.view(self.args.num_minibatches, -1)
+        return torch.stack([self.update(batch, index) for index in indices])
 
 
 class Worker:
-    """A process of this run, with a pipe to it, which dies with this one, however that ends.
+    """A process of this run, with a pipe to it, that ends with this one, however that ends.
 
-    When it dies alone, WorkerError says so: from `send` and `receive`, and from `check`, which
-    notices at once where it is called on SIGCHLD. To be used in the main thread, as signals are.
+    If it ends before, that ends the run in one line: `check` does so, to be called on SIGCHLD.
     """
 
-    def __init__(self, name: str, function: Callable, *args):
-        """Starts `function(pipe, *args)`, which goes on until `end`."""
+    def __init__(self, name: str, function: Callable, *args: object):
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self.name, self.reason = name, None
-        self.pipe, pipe = context.Pipe()
-        self.last_words, last_words = context.Pipe(duplex=False)
-        arguments = function, pipe, last_words, *args
-        self.process = context.Process(target=work, args=arguments, name=name, daemon=True)
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            self.process.start()  # inherits this: on Ctrl-C the learner ends it, and nobody else
-        finally:
-            signal.signal(signal.SIGINT, handler)
+        self.name, (self.pipe, pipe) = name, context.Pipe()
+        self.process = context.Process(target=work, args=(function, pipe, *args), daemon=True)
+        # A terminal sends these to every process of a run, of which this one ends the others.
+        handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP)}
+        self.process.start()  # ignores them as well
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         pipe.close()
-        last_words.close()
 
     def check(self) -> None:
-        """WorkerError if it has failed or was killed."""
-        if self.process.exitcode:
-            raise self.error()
+        code = self.process.exitcode
+        if code is not None:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            raise SystemExit(f"the {self.name} died: {how}")
 
-    def error(self) -> WorkerError:
-        if self.reason is None:
-            try:
-                self.reason = self.last_words.recv()
-            except EOFError:  # it had no time for any
-                code = self.process.exitcode or 0
-                signal_or_status = signal.Signals(-code).name if code < 0 else f"status {code}"
-                self.reason = f"ended by {signal_or_status}" if code else "told to end by SIGTERM"
-        return WorkerError(f"the {self.name} died: {self.reason}")
-
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         try:
-            self.pipe.send(message)
-        except OSError:
+            self.pipe.send_bytes(pickle.dumps(message))  # `pipe.send` would share tensors' memory
+        except OSError:  # SIGCHLD follows
             self.process.join()
-            raise self.error() from None
+            self.check()
 
-    def receive(self) -> Any:
+    def receive(self) -> tuple:
         try:
-            return self.pipe.recv()
+            return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join()
-            raise self.error() from None
+            self.check()
 
     def end(self) -> None:
-        """Ends it, in the middle of whatever it does, and waits until it is gone."""
+        """Ends it in the middle of whatever it does, and waits until it is gone."""
         self.process.terminate()
         self.process.join(timeout=10)
         self.process.kill()
         self.process.join()
 
 
-def work(function: Callable, pipe: Connection, last_words: Connection, *args) -> None:
-    """What the process of a Worker runs."""
+def work(function: Callable, pipe: Connection, *args: object) -> None:
+    """What the process of a Worker runs: `function`, which goes on until Worker.end."""
 
     def die_with_parent() -> None:
         multiprocessing.parent_process().join()
@@ -995,539 +564,285 @@ def work(function: Callable, pipe: Connection, last_words: Connection, *args) ->
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=die_with_parent, daemon=True).start()
-    torch.set_num_threads(1)  # the others are the learner's
+    torch.set_num_threads(1)  # the other cores are the learner's
     try:
         function(pipe, *args)
     except KeyboardInterrupt:  # Worker.end
-        pass
-    except Exception:
-        last_words.send(traceback.format_exc()[-3000:])  # a pipe takes so much before it is read
-        sys.stdout.flush()
-        os._exit(1)  # without Python's good-byes, of half a second
+        os._exit(0)  # spares the seconds in which Python takes down what it has imported
 
 
-def collect(
-    pipe: Connection, args: Args, slots: list[Slot], start_step: int, report_path: Path
-) -> None:
-    """What the collector does: makes rollouts, each in the slot and with the weights that it gets.
-
-    First it gets the state of the environments to go on with, if there is one. Then a request is
-    the index of a slot and whether the environments' state after the rollout is wanted; the answer
-    is (step, return, length) of each episode that ended, that state and the seconds of waiting for
-    the request. States are pickled: tensors would become shared memory on the way.
-    """
-    # for what an environment draws elsewhere than from its own generator
-    random.seed(args.seed + start_step)
-    np.random.seed(args.seed + start_step)
-    torch.manual_seed(args.seed + start_step)
-    device = choose_device(args.collector_device)
-    batch_size = args.num_envs * args.num_steps
-    watch = Stopwatch(
-        device, args.stopwatch, STEADY_AFTER * batch_size, trace_after=3, trace_iterations=1
-    )
-    normalized = NormalizedEnvs(make_envs(args.env_id, args.num_envs), args.gamma)
-    envs = DeviceEnv(normalized, device)
-    policy = Policy(
-        envs.single_observation_space.shape[0], envs.single_action_space.shape[0], device
-    )
-    if args.check_devices:
-        envs.reset, envs.step = (check_devices(f, device) for f in (envs.reset, envs.step))
-        policy.act, policy.value = (check_devices(f, device) for f in (policy.act, policy.value))
-    obs, _ = envs.reset(seed=args.seed)
-    state = pickle.loads(pipe.recv())
-    if state is not None:
-        normalized.load_state_dict(state, args.seed + start_step)
-        obs = envs.to_device(normalized.obs)
-    global_step, begin = start_step, time.perf_counter()
+def collect(pipe: Connection, args: Args, slots: list[Slot], report_path: Path) -> None:
+    """What the collector does: makes a rollout in each slot whose index it gets, and tells of it."""
+    device = use_device(args.collector_device)
+    warmup_steps = STEADY_AFTER * args.num_envs * args.num_steps
+    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
+    envs = make_envs(args.env_id, args.num_envs, args.gamma)
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    agent = PPO(args, obs_dim, action_dim, device)
+    rollout = Rollout(args, obs_dim, action_dim, device)
+    device_envs = DeviceEnv(envs, device)
+    start_step, statistics = pickle.loads(pipe.recv_bytes())
+    if statistics is not None:
+        set_statistics(envs, statistics)
+    obs, _ = device_envs.reset(seed=args.seed + start_step)
+    global_step = start_step
     try:
         while True:
-            index, wants_state = pipe.recv()
+            begin = time.perf_counter()
+            slot = slots[pickle.loads(pipe.recv_bytes())]
             waited = time.perf_counter() - begin
-            slot, episodes = slots[index], []
-            rollout, noise = slot.rollout, slot.noise.to(device)
-            policy.load(slot.weights)
+            truncations, episodes = [], []
+            agent.model.load_state_dict(slot.model.state_dict())
+            noise = slot.noise.to(device)
             for t in range(args.num_steps):
                 with watch.stage("inference"):
-                    actions, log_probs, values = policy.act(obs, noise[t])
+                    actions, log_probs, values = agent.act(obs, noise[t])
                 with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+                    next_obs, rewards, terminated, truncated, infos = device_envs.step(actions)
 
-                # Where an episode ended, next_obs is already the next episode's first.
                 with watch.stage("replay"):
                     rollout.obs[t], rollout.actions[t] = obs, actions
-                    rollout.log_probs[t], rollout.values[t] = log_probs, values
                     rollout.rewards[t], rollout.ended[t] = rewards, terminated | truncated
-                    if "final_obs" in infos:
-                        final_values = policy.value(infos["final_obs"])
-                        rollout.final_values[t] = final_values * (~terminated & truncated)
+                    rollout.log_probs[t], rollout.values[t] = log_probs, values
                     obs = next_obs
                 global_step += args.num_envs
-
-                with watch.stage("logging"):
-                    if "final_info" in infos:
-                        episode = infos["final_info"]["episode"]
-                        for i in np.flatnonzero(infos["_final_info"]):
-                            episodic_return, length = float(episode["r"][i]), int(episode["l"][i])
-                            episodes.append((global_step, episodic_return, length))
-            with watch.stage("inference"):
-                rollout.obs[-1], rollout.values[-1] = obs, policy.value(obs)
-            state = None
-            if wants_state:
-                with watch.stage("checkpoint"):
-                    state = pickle.dumps(normalized.state_dict())
-            pipe.send((episodes, state, waited))
+                # Where an episode ended, next_obs is already the next episode's first.
+                for i in np.flatnonzero(infos.get("_final_obs", ())):
+                    if not terminated[i]:
+                        truncations.append((t, i, infos["final_obs"][i]))
+                    episode = infos["final_info"]["episode"]
+                    episodes.append((global_step, episode["r"][i], episode["l"][i]))
+            rollout.obs[-1] = obs
+            for name, tensor in vars(rollout).items():
+                getattr(slot, name).copy_(tensor)
+            pipe.send_bytes(pickle.dumps((truncations, episodes, get_statistics(envs), waited)))
             watch.tick(global_step - start_step)
-            begin = time.perf_counter()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        print("the collector:")
-        report_path.write_text(json.dumps(watch.report(), indent=2))
+        print("the collector:", file=sys.stderr)
+        watch.report(report_path)
 
 
-class Evaluator(Worker):
-    """Evaluates weights of one iteration after the other while the training goes on."""
-
-    def __init__(self, args: Args, obs_dim: int, action_dim: int, videos: Path | None):
-        super().__init__("evaluator", answer, args, obs_dim, action_dim, videos)
-        self.requests, self.busy = deque(), False
-
-    def request(self, global_step: int, weights: torch.Tensor, normalizer: dict) -> None:
-        """Lines up for the mean return of weights (P,), which `answers` will have."""
-        weights = weights.to("cpu", copy=True)  # which go on being learned
-        request = {"global_step": global_step, "weights": weights, "normalizer": normalizer}
-        self.requests.append(request)
-
-    def answers(self, wait: bool) -> Iterator[tuple[int, float]]:
-        """(step, mean return) of what is evaluated by now; with `wait`, of all.
-
-        Sends the next request when the one before is answered, so it must be asked now and then.
-        """
-        while self.requests:
-            if not self.busy:
-                self.send(pickle.dumps(self.requests[0]))
-                self.busy = True
-            if not wait and not self.pipe.poll():
-                return
-            yield self.receive()
-            self.requests.popleft()
-            self.busy = False
-
-
-def answer(
-    pipe: Connection, args: Args, obs_dim: int, action_dim: int, videos: Path | None
-) -> None:
-    """What the evaluator does."""
-    device = choose_device(args.eval_device)
-    policy = Policy(obs_dim, action_dim, device)
-    normalizer = Normalizer(args.num_envs, obs_dim, args.gamma)
-    while True:
-        request = pickle.loads(pipe.recv())
-        policy.load(request["weights"])
-        normalizer.load_state_dict(request["normalizer"])
-        global_step = request["global_step"]
-        video = videos and videos / f"step-{global_step}"
-        pipe.send((global_step, evaluate(policy.model, normalizer, args, device, video)))
-
-
-def track(args: Args, run_dir: Path, config: dict) -> None:
-    """Sends what TensorBoard gets to wandb as well; whatever its network does, the run goes on."""
-    import wandb
-
-    # at the end, wait so many seconds for a network that is gone; `wandb sync` sends the rest
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
-    try:
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            id=run_dir.name,
-            resume="allow",
-            config=config,
-            sync_tensorboard=True,
-        )
-        wandb.save(__file__, base_path=os.path.dirname(__file__), policy="now")
-    except wandb.Error as error:  # no network, no login
-        reason = " ".join(str(error).split())
-        print(f"warning: wandb does not track this run: {reason}", file=sys.stderr)
-
-
-def evaluate(
-    model: ActorCritic, normalizer: Normalizer, args: Args, device: torch.device, video: Path | None
-) -> float:
-    """Mean return of K episodes, side by side, in which the policy acts without noise.
-
-    They start from the same K states every time. Training notices nothing: the environments are
-    new, the statistics frozen and no shared random generator is used.
-    """
-    envs = make_envs(args.env_id, args.eval_episodes, video)
-    low, high = envs.single_action_space.low, envs.single_action_space.high
+def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path | None) -> float:
+    """Mean return of K episodes from always the same starts, acting without noise."""
+    envs = make_envs(args.env_id, args.eval_episodes, video=video)
+    means, variances = statistics["obs_rms_mean"], statistics["obs_rms_var"]  # per environment
+    mean, std = means.mean(0), (variances.mean(0) + means.var(0, correction=0) + 1e-8).sqrt()
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + EVAL_SEED)
-    while running.any():
-        obs_tensor = torch.from_numpy(normalizer.observe_frozen(obs)).to(device)
+    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    for _ in range(50_000):  # an episode without end counts with its return so far
+        inputs = ((torch.as_tensor(obs) - mean) / std).clamp(-10, 10)
         with torch.no_grad():
-            actions = model.actor_mean(obs_tensor).cpu().numpy()
-        obs, _, _, _, infos = envs.step(np.clip(actions, low, high))
-        if "final_info" in infos:
-            ended = running & infos["_final_info"]
-            returns[ended] = infos["final_info"]["episode"]["r"][ended]
-            running &= ~ended
+            actions = agent.model.actor_mean(inputs.to(agent.model.actor_logstd))
+        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        returns += running * rewards
+        running &= ~(terminated | truncated)
+        if not running.any():
+            break
     envs.close()
     return float(returns.mean())
 
 
-def can_render(env_id: str) -> bool:
-    """Whether this machine can draw the environment; a warning says why not."""
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo; osmesa would draw on the CPU
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    try:
-        env = gym.make(env_id, render_mode="rgb_array")
-        env.reset()
-        env.render()
-        env.close()
-        return True
-    except Exception as error:  # of whatever kind: every simulator has its own
-        reason = " ".join(str(error).split())
-        print(f"warning: no video, {env_id} cannot be rendered here: {reason}", file=sys.stderr)
-        return False
+def answer(pipe: Connection, args: Args, obs_dim: int, action_dim: int, run_dir: Path) -> None:
+    """What the evaluator does: gets a step, its weights and statistics, answers with the return."""
+    agent = PPO(args, obs_dim, action_dim, use_device(args.eval_device))
+    while True:
+        global_step, weights, statistics = pickle.loads(pipe.recv_bytes())
+        agent.model.load_state_dict(weights)
+        video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
+        eval_return = evaluate(agent, args, statistics, video)
+        pipe.send_bytes(pickle.dumps((global_step, eval_return)))
 
 
-def get_rng_states(action_space: gym.Space, device: torch.device) -> dict:
-    """The states of all random generators but the environments'."""
-    name, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "action_space": action_space.np_random.bit_generator.state,
-    }
+def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
+    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
+    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
+    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
+    checkpoint["agent"] = agent.state_dict()
+    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    with path.with_suffix(".partial").open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".partial").replace(path)
 
 
-def set_rng_states(states: dict, action_space: gym.Space, device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    action_space.np_random.bit_generator.state = states["action_space"]
-
-
-def repeat_episodes(envs: gym.vector.SyncVectorEnv, checkpoint: dict, seed: int) -> np.ndarray:
-    """Brings the environments to where the checkpoint left them -> observations (N, O).
-
-    One that does not repeat itself starts a fresh episode, and a warning says so.
-    """
-    obs, fresh = checkpoint["obs"].numpy().copy(), 0
-    for i, env in enumerate(envs.envs):
-        if not np.array_equal(env.repeat(checkpoint["envs"][i]), obs[i]):
-            obs[i], _ = env.reset(seed=seed + i)
-            fresh += 1
-    if fresh:
-        print(
-            f"warning: {checkpoint['env_id']} does not repeat itself: "
-            f"{fresh} of {len(obs)} environments start a fresh episode",
-            file=sys.stderr,
-        )
-    return obs
-
-
-def save_checkpoint(path: Path, checkpoint: dict) -> int:
-    """Writes all or nothing: whenever the process dies, the file is whole -> its size in bytes."""
-    partial_path = path.with_suffix(".partial")
-    try:
-        with partial_path.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial_path.replace(path)
-    except BaseException:
-        partial_path.unlink(missing_ok=True)
-        raise
-    return path.stat().st_size
-
-
-def load_checkpoint(path: Path) -> dict:
-    """The checkpoint at `path`, its tensors on the CPU; one line says why it cannot be used."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            whole = file.testzip() is None  # torch.load does not notice a flipped bit
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if whole else None
-    except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}")
-    except Exception:  # zipfile's, pickle's, torch's: all say that these are not the bytes written
-        checkpoint = None
-    if not isinstance(checkpoint, dict):
-        fail(f"{path} is damaged or was never a checkpoint")
-    if checkpoint.get("script") != SCRIPT:
-        fail(f"{path} was written by {checkpoint.get('script', 'something else')}, not by {SCRIPT}")
+def load(run_dir: Path) -> dict:
+    """The checkpoint of a run, its tensors on the CPU."""
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if checkpoint["script"] != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
+        raise SystemExit(f"--resume: {run_dir} is no run of this version of {SCRIPT}")
     return checkpoint
-
-
-def resumed_dir(args: Args) -> Path:
-    """The run directory that --resume names, by itself or by the checkpoint in it."""
-    return Path(args.resume.removesuffix(CHECKPOINT))
-
-
-SCRIPT, CHECKPOINT = os.path.basename(__file__), "checkpoint.pt"
-ENV_STATE = ("normalizer", "envs", "obs", "normalized_obs")  # of a checkpoint: the collector's
-EVAL_SEED = 1_000_000  # added to --seed: evaluation starts from states that training does not
-KL = METRICS.index("approx_kl")
-STEADY_AFTER = 3  # rollouts, then compilation and capture are over
 
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
     check_args(args)
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT) if args.resume else None
-    start_step = checkpoint["global_step"] if checkpoint else 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as cleanly as on Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+            signal.signal(number, signal.default_int_handler)
+    checkpoint = load(Path(args.resume)) if args.resume else None
+    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
+    batch_size = args.num_envs * args.num_steps
+    total_timesteps = args.total_timesteps // batch_size * batch_size
+    if start_step >= total_timesteps:
+        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
+    num_rollouts = math.ceil((total_timesteps - start_step) / batch_size)
     default_device = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
-    device = choose_device(args.learner_device or default_device)
+    device = use_device(args.learner_device or default_device)
     max_staleness = 0 if args.sync else args.max_staleness
     if max_staleness > 0:  # one core is the collector's
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    batch_size = args.num_envs * args.num_steps
-    total_timesteps = args.total_timesteps // batch_size * batch_size
-    watch = Stopwatch(
-        device, args.stopwatch, STEADY_AFTER * batch_size, trace_after=3, trace_iterations=1
-    )
-    random.seed(args.seed)
-    np.random.seed(args.seed)
+    warmup_steps = STEADY_AFTER * batch_size
+    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
 
-    envs = make_envs(args.env_id, 1)  # only for their spaces: the collector has its own
-    envs.close()
-    envs.action_space.seed(args.seed)
+    envs = make_envs(args.env_id, 1)  # for their spaces: those to act in are the collector's
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
-    size = len(agent.weights())
-    slots = [Slot(args, obs_dim, action_dim, size) for _ in range(max_staleness + 1)]
+    rollout, episodic_return = Rollout(args, obs_dim, action_dim, device), math.nan
+    slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
+    statistics, handed_out, unanswered = None, 0, 0  # rollouts handed out, evaluations unanswered
 
-    kind = {"script": SCRIPT, "env_id": args.env_id, "obs_dim": obs_dim, "action_dim": action_dim}
-    kind |= {"num_envs": args.num_envs}
-    global_step, version, episodic_return, env_state = start_step, 0, None, None
     if checkpoint:
-        for name, mine in kind.items():
-            if checkpoint[name] != mine:
-                fail(f"{args.resume} has {name} {checkpoint[name]}, this run has {mine}")
-        try:
-            agent.load_state_dict(checkpoint["agent"])
-        except RuntimeError as error:  # networks of another shape: it names both
-            fail(f"{args.resume}: {' '.join(str(error).split())}")
-        version = checkpoint["version"]
-        env_state = {name: checkpoint[name] for name in ("env_id", *ENV_STATE)}
-        set_rng_states(checkpoint["rng"], envs.action_space, device)
+        agent.load_state_dict(checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        statistics = checkpoint["statistics"]
+        torch.set_rng_state(checkpoint["generators"][0])
+        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
+        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
 
-    if args.check_devices:
-        agent.prepare, agent.learn = (
-            check_devices(f, device) for f in (agent.prepare, agent.learn)
-        )
-
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = resumed_dir(args) if args.resume else Path("runs", run_name.replace("/", "_"))
-    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # what the run began with stays
-    config = run_config(args, device)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
+    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
+    config = {"args": asdict(args), "command": " ".join(sys.argv)}
+    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
+    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
     (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    films = args.capture_video and can_render(args.env_id)
     if args.track:
-        track(args, run_dir, config)
-    # rows that the run wrote after its checkpoint come again: readers drop the first ones
-    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
+    # An interrupt can hit the writer's queue, which then stands still until the next flush.
+    writer = SummaryWriter(
+        run_dir, flush_secs=5, purge_step=start_step + 1 if args.resume else None
+    )
     bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
-    workers, evaluator = [], None
 
-    def look_after_workers(*_) -> None:
-        for worker in workers:
-            worker.check()
+    def due(every: int) -> bool:
+        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
+        last = global_step >= total_timesteps
+        return every > 0 and (last or global_step % every < batch_size)
 
-    def due(step: int, every: int, at_end: bool) -> bool:
-        """Whether the rollout before `step` passed a multiple of so many steps, or was the last."""
-        return every > 0 and step % every < batch_size or at_end and step >= total_timesteps
-
-    def evaluates(step: int) -> bool:
-        return due(step, args.eval_every, args.eval_every > 0 or args.capture_video)
-
-    def saves(step: int) -> bool:
-        return due(step, args.checkpoint_every, args.checkpoint_every > 0 or args.save_model)
-
-    def slot_of(rollout: int) -> Slot:
-        return slots[rollout % len(slots)]
-
-    def end_of(rollout: int) -> int | None:
-        """The global step after this rollout; None if the run is over before."""
-        begin = global_step + (rollout - version) * batch_size
-        return begin + batch_size if begin < total_timesteps else None
-
-    def fill(slot: Slot) -> None:
-        """Publishes the weights, and the noise to act with."""
-        slot.version.fill_(version)
-        slot.weights.copy_(agent.weights())
-        slot.noise.copy_(torch.randn(slot.noise.shape, device=device))
-
-    def hand_out(rollout: int) -> None:
-        """Lets the collector make it, unless the run is over before."""
-        step = end_of(rollout)
-        if step is not None:
-            collector.send((rollout % len(slots), evaluates(step) or saves(step)))
-
-    def save() -> None:
-        """Writes checkpoint.pt, after the metrics that lead to it; a full disk is not the end."""
-        begin = time.perf_counter()
-        writer.flush()
-        handed_out = [n for n in range(version, version + max_staleness) if end_of(n) is not None]
-        state = kind | {
-            "args": asdict(args),
-            "global_step": global_step,
-            "version": version,
-            "agent": agent.state_dict(),
-            **env_state,
-            "slots": [slot_of(rollout).state_dict() for rollout in handed_out],
-            "evaluations": list(evaluator.requests) if evaluator else [],
-            "rng": get_rng_states(envs.action_space, device),
-        }
-        try:
-            size = save_checkpoint(run_dir / CHECKPOINT, state)
-            seconds = time.perf_counter() - begin
-            said = f"checkpoint at step {global_step:,}: {size / 1e6:.1f} MB in {seconds:.2f} s"
-        except (OSError, RuntimeError) as error:  # torch covers the disk's complaint with its own
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            said = f"warning: no checkpoint at step {global_step:,}: {reason}"
-        bar.write(said, file=sys.stderr)
-
-    handler = signal.signal(signal.SIGCHLD, look_after_workers)  # when a process of ours ends
+    workers = []
+    signal.signal(signal.SIGCHLD, lambda *_: [worker.check() for worker in workers])
     try:
-        report_path = run_dir / f"stages_collector{suffix}"
-        collector = Worker("collector", collect, args, slots, start_step, report_path)
+        collector = Worker("collector", collect, args, slots, run_dir / f"stages_collector{suffix}")
         workers.append(collector)
+        collector.send((start_step, statistics))
         if args.eval_every or args.capture_video:
-            evaluator = Evaluator(args, obs_dim, action_dim, run_dir / "videos" if films else None)
-            evaluator.requests.extend(checkpoint["evaluations"] if checkpoint else ())
+            evaluator = Worker("evaluator", answer, args, obs_dim, action_dim, run_dir)
             workers.append(evaluator)
-        collector.send(pickle.dumps(env_state))
-        unfinished = checkpoint["slots"] if checkpoint else []  # rollouts when it was written
-        if unfinished and unfinished[0]["noise"].shape != slots[0].noise.shape:
-            unfinished = []
-        for i, rollout in enumerate(range(version, version + max_staleness)):
-            if i < len(unfinished):
-                slot_of(rollout).load_state_dict(unfinished[i])
-            else:
-                fill(slot_of(rollout))
-            hand_out(rollout)
-
         while global_step < total_timesteps:
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - global_step / total_timesteps
-            agent.set_learning_rate(learning_rate)
+            share_done = global_step / total_timesteps if args.anneal_lr else 0
+            learning_rate = args.learning_rate * (1 - share_done)
+            agent.optimizer.param_groups[0]["lr"] = learning_rate
 
-            # 1. Let the collector go on, and get the rollout that is due.
+            # 1. Let the collector go on with these weights, and get the rollout that is due.
+            version = (global_step - start_step) // batch_size  # updates so far
             with watch.stage("replay"):
-                fill(slot_of(version + max_staleness))
-                hand_out(version + max_staleness)
+                while handed_out < min(version + len(slots), num_rollouts):
+                    slot = slots[handed_out % len(slots)]
+                    slot.version.fill_(version)
+                    slot.model.load_state_dict(agent.model.state_dict())
+                    slot.noise.copy_(torch.randn(slot.noise.shape, device=device))
+                    collector.send(handed_out % len(slots))
+                    handed_out += 1
             begin = time.perf_counter()
-            episodes, state, waited = collector.receive()
-            waits = {"learner": time.perf_counter() - begin, "collector": waited}
-            with watch.stage("replay"):
-                slot = slot_of(version)
-                rollout, staleness = slot.rollout.to(device), version - slot.version.item()
-            env_state = state and pickle.loads(state)
+            truncations, episodes, statistics, collector_waited = collector.receive()
+            waited = time.perf_counter() - begin
             global_step += batch_size
 
-            # 2. Learn from it in several epochs; with --target-kl, look after each.
+            # 2. Learn from it in several epochs.
             with watch.stage("backpropagation"):
+                slot = slots[version % len(slots)]
+                slot.final_values.zero_()
+                for t, i, final_obs in truncations:
+                    slot.final_values[t, i] = agent.value(torch.as_tensor(final_obs).to(device))
+                for name, tensor in vars(rollout).items():
+                    tensor.copy_(getattr(slot, name))
+                if not math.isfinite(rollout.obs.sum() + rollout.rewards.sum()):
+                    steps = f"steps {global_step - batch_size:,} to {global_step:,}"
+                    raise SystemExit(f"{steps}: observation or reward is not finite")
+                staleness = version - slot.version.item()
                 batch = agent.prepare(rollout, stale=staleness > 0)
-                orders = [
-                    torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)
-                ]
-                at_once = args.update_epochs if args.target_kl is None else 1
-                for epochs in torch.stack(orders).split(at_once):
-                    metrics = agent.learn(batch, epochs)
-                    if args.target_kl is not None and metrics[KL] > args.target_kl:
+                metrics = []
+                for _ in range(args.update_epochs):
+                    metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
+                    if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
                         break
-            version += 1
+                explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
+                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
+                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
 
             # 3. Log.
             with watch.stage("logging"):
+                if not np.isfinite(losses).all():
+                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
                 for step, episodic_return, length in episodes:
                     writer.add_scalar("charts/episodic_return", episodic_return, step)
                     writer.add_scalar("charts/episodic_length", length, step)
-                sps, steady_sps = watch.inclusive_sps(), watch.steady_sps()
+                sps, steady_sps = watch.speed(global_step - start_step)
                 writer.add_scalar("charts/SPS", sps, global_step)
                 if steady_sps:
                     writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
+                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
                 writer.add_scalar("charts/learning_rate", learning_rate, global_step)
                 writer.add_scalar("charts/staleness", staleness, global_step)
-                for name, seconds in waits.items():
-                    writer.add_scalar(f"charts/{name}_waits_seconds", seconds, global_step)
-                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
-                writer.add_scalar("losses/explained_variance", explained.item(), global_step)
-                for name, value in zip(METRICS, metrics.tolist(), strict=True):
-                    writer.add_scalar(f"losses/{name}", value, global_step)
-                shown = f"{steady_sps or sps:,.0f} steps/s"
-                if episodic_return is not None:
-                    shown += f", return {episodic_return:,.1f}"
-                bar.set_postfix_str(shown, refresh=False)
+                writer.add_scalar("charts/learner_waits_seconds", waited, global_step)
+                writer.add_scalar("charts/collector_waits_seconds", collector_waited, global_step)
+                writer.add_scalar("losses/explained_variance", explained, global_step)
+                for tag, value in zip(METRICS, losses, strict=True):
+                    writer.add_scalar(f"losses/{tag}", value, global_step)
+                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                 bar.update(global_step - bar.n)
 
-            # 4. Evaluate, which others do meanwhile, and save, now and then and at the end.
-            if evaluator is not None:
-                with watch.stage("evaluation"):
-                    if evaluates(global_step):
-                        evaluator.request(global_step, agent.weights(), env_state["normalizer"])
-                    for step, eval_return in evaluator.answers(wait=global_step >= total_timesteps):
-                        writer.add_scalar("charts/eval_return", eval_return, step)
-                        said = f"evaluation at step {step:,}: mean return {eval_return:,.1f}"
-                        bar.write(said, file=sys.stderr)
-            if saves(global_step):
+            # 4. Save and evaluate, now and then and at the end.
+            last = global_step >= total_timesteps
+            if due(args.checkpoint_every) or args.save_model and last:
                 with watch.stage("checkpoint"):
-                    save()
+                    save(run_dir / "checkpoint.pt", agent, global_step, statistics=statistics)
+            with watch.stage("evaluation"):
+                if due(args.eval_every) or args.capture_video and last:
+                    weights = {name: x.cpu() for name, x in agent.model.state_dict().items()}
+                    evaluator.send((global_step, weights, statistics))
+                    unanswered += 1
+                while unanswered and (last or evaluator.pipe.poll()):
+                    step, eval_return = evaluator.receive()
+                    unanswered -= 1
+                    writer.add_scalar("charts/eval_return", eval_return, step)
+                    bar.write(f"evaluation at {step:,}: {eval_return:,.1f}", file=sys.stderr)
             watch.tick(global_step - start_step)
     except KeyboardInterrupt:
-        print(f"\ninterrupted after {global_step:,} steps", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(f"interrupted after {global_step:,} steps") from None
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # once is enough: the rest takes seconds
-        signal.signal(signal.SIGCHLD, handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         bar.close()
         for worker in workers:
             worker.end()
-        print("the learner:")
-        report = watch.report()
-        if report["warmup_seconds"] is not None:
-            writer.add_scalar("charts/warmup_seconds", report["warmup_seconds"], global_step)
         writer.close()
-        (run_dir / f"stages{suffix}").write_text(json.dumps(report, indent=2))
-        print(f"run directory: {run_dir}")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        watch.report(run_dir / f"stages{suffix}")
     return run_dir
 
 
-def parse_args() -> Args:
-    """The command line; with --resume, a flag that is not given is what it was in that run."""
-    args = tyro.cli(Args)
-    if args.resume is None:
-        return args
-    checkpoint = load_checkpoint(resumed_dir(args) / CHECKPOINT)
-    return tyro.cli(Args, default=Args(**checkpoint["args"]))
-
-
-def print_unless_raised_again(error: threading.ExceptHookArgs) -> None:
-    """An exception in a thread, unless it is the event writer's, which add_scalar raises again."""
-    if not isinstance(error.exc_value, OSError):
-        threading.__excepthook__(error)
-
-
 if __name__ == "__main__":
-    threading.excepthook = print_unless_raised_again
-    try:
-        main(parse_args())
-    except OSError as error:  # runs/ is read-only, the disk is full
-        fail(f"the run stops: {error}")
-    except (WorkerError, DeviceError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    args = tyro.cli(Args)
+    if args.resume:  # flags that are not given stay as they were
+        args = tyro.cli(Args, default=Args(**load(Path(args.resume))["args"]))
+    main(args)

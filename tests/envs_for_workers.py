@@ -1,4 +1,4 @@
-"""Environments that a process of its own can make: `gym.make("envs_for_workers:Slow-v0")`."""
+"""Environments that a process of its own can make: `gym.make("envs_for_workers:Ending-v0")`."""
 
 import os
 import signal
@@ -9,31 +9,46 @@ import gymnasium as gym
 import numpy as np
 
 
-class Slow(gym.Env):
-    """A step takes 20 ms, in which the processor is free."""
+class Ending(gym.Env):
+    """Random observations and rewards; ends by either kind of end, or both at once."""
 
-    observation_space = gym.spaces.Box(-1, 1, (3,))
-    action_space = gym.spaces.Box(-1, 1, (2,))
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (5,), np.float64)
+    action_space = gym.spaces.Box(-0.5, 0.5, (3,))
+
+    def __init__(self, render_mode=None):
+        pass
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
+        return self.np_random.normal(3, 2, 5), {}
+
+    def step(self, action):
+        obs, reward = self.np_random.normal(3, 2, 5), self.np_random.normal(1, 5)
+        terminated, truncated = self.np_random.random(2) < 0.1
+        return obs, reward - np.square(action).sum(), bool(terminated), bool(truncated), {}
+
+
+class Counted(Ending):
+    """A step takes 20 ms, in which the processor is free; a file has the number of steps."""
+
+    steps = 0
 
     def step(self, action):
         time.sleep(0.02)
-        obs = self.np_random.uniform(-1, 1, 3).astype(np.float32)
-        return obs, float(action.sum()), False, False, {}
+        self.steps += 1
+        Path("steps.new").write_text(str(self.steps))
+        Path("steps.new").replace("steps")
+        return super().step(action)
 
 
-class Mortal(Slow):
-    """Fails in its third rollout of 8 steps, and leaves the time of that in the file `death`."""
+class Mortal(Ending):
+    """Fails in its third rollout of 8 steps."""
 
     steps = 0
 
     def step(self, action):
         self.steps += 1
         if self.steps == 20:
-            Path("death").write_text(str(time.time()))
             self.fail()
         return super().step(action)
 
@@ -48,5 +63,16 @@ class Killed(Mortal):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-for environment in (Slow, Mortal, Killed):
+class Broken(Mortal):
+    """Goes on with observations that are no numbers."""
+
+    def step(self, action):
+        obs, *others = super().step(action)
+        return np.full(5, np.nan) if self.steps >= 20 else obs, *others
+
+    def fail(self):
+        pass
+
+
+for environment in (Ending, Counted, Mortal, Killed, Broken):
     gym.register(f"{environment.__name__}-v0", environment)

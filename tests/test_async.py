@@ -1,5 +1,7 @@
 """PPO whose acting, learning and evaluation are processes of their own, both scripts."""
 
+import copy
+import inspect
 import json
 import os
 import re
@@ -7,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import envs_for_workers  # noqa: F401  which the processes find as well: they get this sys.path
@@ -16,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from test_ppo import Noisy
-from test_resume import assert_same, command_line, read_checkpoint, scalars
 from test_sac import read_run, read_scalars, run
 from test_sac_parity import assert_hunks_are_marked
 
@@ -26,12 +25,12 @@ from leanrl import ppo_continuous_action_async as baseline
 from leanrl import ppo_continuous_action_async_torchcompile as variant
 from leanrl import ppo_continuous_action_torchcompile as sync_variant
 
-BASELINE, VARIANT = baseline.SCRIPT, variant.SCRIPT
 SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
-SMALL = {"env_id": "Pendulum-v1", "num_steps": 64, "num_minibatches": 4, "update_epochs": 2}
-FEW = ("--env-id=Pendulum-v1", "--num-steps=64", "--num-minibatches=4", "--update-epochs=2")
-CPU, META = torch.device("cpu"), torch.device("meta")
+ENDING = {"env_id": "envs_for_workers:Ending-v0", "num_steps": 32, "num_envs": 2}
+SMALL = ENDING | {"num_minibatches": 4, "update_epochs": 2}
+OBS, A, CPU, META = 5, 3, torch.device("cpu"), torch.device("meta")
 OF_TWO = {"charts/staleness", "charts/learner_waits_seconds", "charts/collector_waits_seconds"}
+PATIENCE = 300  # seconds that only a test which fails takes, however busy the machine
 
 
 @pytest.fixture(autouse=True)
@@ -44,232 +43,171 @@ def train(module, **flags) -> Path:
     return module.main(module.Args(**SMALL | flags))
 
 
-def metrics(run_dir: Path) -> dict:
-    """What TensorBoard shows, without what tells time or needs two processes."""
-    return {tag: rows for tag, rows in scalars(run_dir).items() if tag not in OF_TWO}
+def read_checkpoint(run_dir: Path) -> dict:
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+
+
+def assert_same(one: dict, other: dict, tolerance: float = 0) -> None:
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 # The same algorithm
 
 
-@pytest.mark.parametrize("compiled", [False, True, None], ids=["eager", "compiled", "baseline"])
-@pytest.mark.parametrize("flags", [{}, {"num_envs": 3, "target_kl": 1e-9}], ids=str)
-def test_sync_is_the_synchronous_script(compiled, flags):
-    """Bit for bit over 5 iterations: metrics, evaluations, network, optimizer, environments."""
-    module, reference = (
-        (variant, sync_variant) if compiled is not None else (baseline, sync_baseline)
-    )
-    flags = flags | {"save_model": True, "eval_every": 128, "eval_episodes": 2}
-    flags |= {"total_timesteps": 64 * flags.get("num_envs", 1) * 5}
-    flags |= {"compile": compiled} if compiled else {}
+@pytest.mark.parametrize("kind", ["baseline", "eager", "compiled"])
+def test_sync_is_the_synchronous_script(kind):
+    """Bit for bit over 5 iterations with all kinds of ends: metrics, evaluations, checkpoints."""
+    module, reference = (baseline, sync_baseline) if kind == "baseline" else (variant, sync_variant)
+    flags = {"total_timesteps": 5 * 64, "save_model": True, "eval_every": 128, "eval_episodes": 2}
+    flags |= {"compile": True, "target_kl": 1e-9} if kind == "compiled" else {}
     torch._dynamo.reset()
-    one = train(reference, **flags)
+    one = train(reference, **flags, exp_name="one")
     torch._dynamo.reset()
-    other = train(module, **flags, sync=True)
-    assert metrics(one) == metrics(other) and len(metrics(one)["losses/policy_loss"]) == 5
-    assert len(metrics(one)["charts/eval_return"]) >= 2
+    torch._dynamo.utils.counters.clear()
+    other = train(module, **flags, exp_name="other", sync=True)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == (kind == "compiled")
+    assert not counters["graph_break"]
+    expected, found = read_scalars(one), read_scalars(other)
+    assert {value for _, value in found["charts/staleness"]} == {0}
+    assert found.keys() - OF_TWO == expected.keys()
+    for tag in expected.keys() - {"charts/SPS", "charts/SPS_steady", "charts/warmup_seconds"}:
+        assert found[tag] == expected[tag], tag
+    assert len(found["losses/policy_loss"]) == 5
+    assert [step for step, _ in found["charts/eval_return"]] == [128, 256, 320]
+    assert len(found["charts/episodic_return"]) > 20
     expected, found = read_checkpoint(one), read_checkpoint(other)
-    assert_same(
-        {**expected, "script": ""}, {name: found[name] for name in expected} | {"script": ""}
-    )
-    assert {value for _, value in scalars(other)["charts/staleness"]} == {0}
-
-
-def test_another_seed_is_another_run():
-    """What the comparison above notices."""
-    one = train(sync_baseline, total_timesteps=320, save_model=True)
-    other = train(baseline, total_timesteps=320, save_model=True, sync=True, seed=2)
-    assert metrics(one) != metrics(other)
-    with pytest.raises(AssertionError, match="differs"):
-        assert_same(read_checkpoint(one)["agent"], read_checkpoint(other)["agent"])
+    for name in ("agent", "optimizers", "statistics", "global_step"):
+        assert_same(found[name], expected[name])
+    assert torch.equal(found["generators"][0], expected["generators"][0])
+    if kind == "baseline":  # and it is no accident: another seed has other results
+        different = train(module, **flags, exp_name="different", sync=True, seed=2)
+        with pytest.raises(AssertionError):
+            assert_same(read_checkpoint(different)["agent"], expected["agent"])
 
 
 def in_one_process(args, staleness: int):
-    """What the asynchronous script must compute, in one loop: acting lags, and nothing else."""
-    policy = baseline.Policy(3, 1, CPU)  # of another process, with random numbers of its own
+    """What the asynchronous baseline must compute, in one loop: acting lags, nothing else does."""
+    acting = baseline.PPO(args, OBS, A, CPU)  # of another process, with random numbers of its own
+    envs = baseline.make_envs(args.env_id, args.num_envs, args.gamma)
     torch.manual_seed(args.seed)
-    agent = baseline.PPO(args, 3, 1, CPU)
-    envs = baseline.DeviceEnv(
-        baseline.NormalizedEnvs(baseline.make_envs(args.env_id, args.num_envs), args.gamma), CPU
-    )
+    agent = baseline.PPO(args, OBS, A, CPU)
     obs, _ = envs.reset(seed=args.seed)
-    iterations, granted = args.total_timesteps // args.num_steps // args.num_envs, []
-
-    def grant():
-        noise = torch.randn(args.num_steps, args.num_envs, 1)
-        granted.append((agent.weights().clone(), noise))
-
-    for _ in range(staleness):
-        grant()
+    size = args.num_steps * args.num_envs
+    iterations, published = args.total_timesteps // size, []
     for i in range(iterations):
-        agent.set_learning_rate(args.learning_rate * (1 - i / iterations))
-        grant()
-        weights, noise = granted[i]
-        policy.load(weights)
-        rollout = baseline.Rollout(args.num_steps, args.num_envs, 3, 1, CPU)
+        agent.optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - i / iterations)
+        while len(published) <= min(i + staleness, iterations - 1):
+            noise = torch.randn(args.num_steps, args.num_envs, A)
+            published.append((copy.deepcopy(agent.model.state_dict()), noise))
+        weights, noise = published[i]
+        acting.model.load_state_dict(weights)
+        rollout = baseline.Rollout(args, OBS, A, CPU)
         for t in range(args.num_steps):
-            actions, log_probs, values = policy.act(obs, noise[t])
-            rollout.obs[t], rollout.actions[t] = obs, actions
-            rollout.log_probs[t], rollout.values[t] = log_probs, values
-            obs, rollout.rewards[t], _, truncated, infos = envs.step(actions)
-            rollout.ended[t] = truncated  # Pendulum never terminates
-            if truncated.any():
-                rollout.final_values[t] = policy.value(infos["final_obs"]) * truncated
-        rollout.obs[-1], rollout.values[-1] = obs, policy.value(obs)
-        size = args.num_steps * args.num_envs
-        orders = torch.stack([torch.randperm(size) for _ in range(args.update_epochs)])
-        agent.learn(agent.prepare(rollout, stale=i > 0), orders)
+            inputs = torch.as_tensor(obs)  # rows of `rollout.obs` lie elsewhere, to the last bit
+            sample = acting.act(inputs, noise[t])
+            rollout.obs[t] = inputs
+            rollout.actions[t], rollout.log_probs[t], rollout.values[t] = sample
+            obs, rewards, terminated, truncated, infos = envs.step(sample[0].numpy())
+            rollout.rewards[t] = torch.as_tensor(rewards)
+            rollout.ended[t] = torch.as_tensor(terminated | truncated)
+            for n in np.flatnonzero(truncated & ~terminated):  # by the weights that learn
+                rollout.final_values[t, n] = agent.value(torch.as_tensor(infos["final_obs"][n]))
+        rollout.obs[-1] = torch.as_tensor(obs)
+        batch = agent.prepare(rollout, stale=min(i, staleness) > 0)
+        for _ in range(args.update_epochs):
+            agent.learn(batch, torch.randperm(size))
     return agent
 
 
-@SCRIPTS
-@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize(("module", "staleness"), [(baseline, 1), (baseline, 2), (variant, 1)])
 def test_acting_lags_by_so_many_updates_and_nothing_else_differs(module, staleness):
-    """Which rollout is made with which weights, noise and order of minibatches."""
-    flags = {"total_timesteps": 768, "num_envs": 2, "max_staleness": staleness}
-    found = train(module, **flags, save_model=True)
-    expected = in_one_process(baseline.Args(**SMALL | flags), staleness)
-    tolerance = 0 if module is baseline else 1e-4
-    model = read_checkpoint(found)["agent"]["model"]
-    assert_same(dict(expected.model.state_dict()), dict(model), tolerance=tolerance)
-    stale = [value for _, value in scalars(found)["charts/staleness"]]
+    """Which rollout is made with which weights, noise and order of minibatches, each time.
+
+    And an evaluation is that of the weights and statistics which it names, although the training
+    has gone on: the last one is that of the checkpoint.
+    """
+    flags = {"total_timesteps": 6 * 64, "max_staleness": staleness, "save_model": True}
+    run_dir = train(module, **flags, eval_every=128, eval_episodes=2)
+    expected = in_one_process(baseline.Args(**SMALL | flags), staleness).model.state_dict()
+    checkpoint, found = read_checkpoint(run_dir), read_scalars(run_dir)
+    weights = {name: checkpoint["agent"][f"model.{name}"] for name in expected}
+    assert_same(weights, dict(expected), 0 if module is baseline else 1e-4)
+    stale = [value for _, value in found["charts/staleness"]]
     assert stale == [min(i, staleness) for i in range(6)]
+    assert [step for step, _ in found["charts/eval_return"]] == [128, 256, 384]
+    args = module.Args(**SMALL, eval_episodes=2)
+    agent = module.PPO(args, OBS, A, CPU)
+    agent.load_state_dict(checkpoint["agent"])
+    eval_return = module.evaluate(agent, args, checkpoint["statistics"], None)
+    assert found["charts/eval_return"][-1][1] == pytest.approx(eval_return)
 
 
 @SCRIPTS
 def test_a_stale_rollout_is_corrected(module):
     """Ratios about the policy from which learning departs, times the importance of each step."""
     torch.manual_seed(0)
-    args = module.Args(**SMALL | {"num_steps": 8, "norm_adv": False, "clip_vloss": False})
-    agent, acted = module.PPO(args, 5, 3, CPU), module.ActorCritic(5, 3)
-    rollout = module.Rollout(8, 1, 5, 3, CPU)
+    args = module.Args(**SMALL | {"num_steps": 8, "num_envs": 1}, norm_adv=False, clip_vloss=False)
+    agent, acted = module.PPO(args, OBS, A, CPU), module.PPO(args, OBS, A, CPU)
+    rollout = module.Rollout(args, OBS, A, CPU)
     for tensor in vars(rollout).values():
         tensor.normal_()
-    rollout.ended.zero_()
-    rollout.ended[3] = 1
+    rollout.ended.copy_(torch.arange(8)[:, None] == 3)
 
-    def log_probs(model):
+    def evaluated(model):
         mean, log_std, values = model(rollout.obs)
         normal = torch.distributions.Normal(mean[:-1], log_std.exp())
         return normal.log_prob(rollout.actions).sum(dim=2).flatten(), values.flatten()
 
     with torch.no_grad():
-        acted.actor_mean[4].weight.mul_(30)
-        drawn_with, _ = log_probs(acted)
-        departure, values = log_probs(agent.model)
+        acted.model.actor_mean[4].weight.mul_(30)
+        drawn_with, _ = evaluated(acted.model)
+        departure, values = evaluated(agent.model)
         if module is baseline:
             rollout.log_probs[:] = drawn_with[:, None]
             batch = agent.prepare(rollout, stale=True)
         else:
-            weights = torch.nn.utils.parameters_to_vector(acted.parameters())
-            agent.prepare(vars(rollout), weights)
-            obs, actions, *scalars = agent.data.split(agent.widths, dim=1)
-            batch = module.Batch(obs, actions, *(x.squeeze(1) for x in scalars))
+            batch = agent.prepare(rollout, acted.flat)
         following = torch.where(rollout.ended.bool(), rollout.final_values, values[1:, None])
-        advantages = module.compute_gae(
-            rollout.rewards, values[:-1, None], following, rollout.ended, 0.99, 0.95
-        )
+        columns = rollout.rewards, values[:-1, None], following, rollout.ended
+        advantages = module.compute_gae(*columns, args.gamma, args.gae_lambda).flatten()
         importance = (departure - drawn_with).exp()
         assert importance.std() > 0.1, "nothing to correct"
-        torch.testing.assert_close(batch.advantages, advantages.flatten())
-        torch.testing.assert_close(batch.log_probs, departure)
-        torch.testing.assert_close(batch.importance, importance)
+        found = [batch.values, batch.advantages, batch.returns, batch.log_probs, batch.importance]
+        expected = [values[:-1], advantages, advantages + values[:-1], departure, importance]
+        torch.testing.assert_close(found, expected)
         agent.model.actor_mean[4].weight.mul_(30)  # an epoch later
-        ratios = (log_probs(agent.model)[0] - departure).exp()
-        surrogate = torch.min(ratios * batch.advantages, ratios.clamp(0.8, 1.2) * batch.advantages)
+        ratios = (evaluated(agent.model)[0] - departure).exp()
+        surrogate = torch.min(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
         assert (ratios - 1).abs().max() > 0.2, "nothing to bound"
-        found = module.ppo_loss(agent.model, batch, args)[1][0]
-        torch.testing.assert_close(found, -(importance * surrogate).mean())
+        loss = module.ppo_loss(agent.model, batch, args)[1][0]
+        torch.testing.assert_close(loss, -(importance * surrogate).mean())
 
 
-def test_a_compiled_run_is_the_eager_one():
-    eager = train(variant, total_timesteps=320, save_model=True)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = train(variant, total_timesteps=320, save_model=True, compile=True)
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
-    one, other = (read_checkpoint(each)["agent"]["model"] for each in (eager, compiled))
-    assert_same(dict(one), dict(other), tolerance=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("module", "flags"),
-    [
-        (baseline, {"sync": True}),
-        (baseline, {}),
-        (baseline, {"max_staleness": 2}),
-        (variant, {}),
-    ],
-    ids=["sync", "baseline", "older", "variant"],
-)
-def test_a_run_resumes_to_the_last_bit(module, flags, monkeypatch):
-    """Although it was interrupted while rollouts were being made, and with two evaluations."""
-    flags |= {"total_timesteps": 512, "num_envs": 2, "num_steps": 32, "checkpoint_every": 192}
-    flags |= {"eval_every": 64, "eval_episodes": 2}
-    whole = train(module, **flags, exp_name="whole")
-    save = module.save_checkpoint
-
-    def save_and_interrupt(*args):
-        save(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(module, "save_checkpoint", save_and_interrupt)
-        train(module, **flags, exp_name="part")
-    (part,) = Path("runs").glob("*part*")
-    assert read_checkpoint(part)["global_step"] == 192
-    assert len(read_checkpoint(part)["slots"]) == (
-        0 if "sync" in flags else flags.get("max_staleness", 1)
-    )
-    time.sleep(1)  # readers order event files by name, and the name has the second
-    train(module, **flags, exp_name="part", resume=str(part))
-    assert_same(read_checkpoint(whole), read_checkpoint(part))
-    one, other = metrics(whole), metrics(part)
-    # answers to what was asked before the checkpoint may have come before as well
-    evaluations = [dict(each.pop("charts/eval_return")) for each in (one, other)]
-    assert one == other and evaluations[0] == evaluations[1] and len(evaluations[0]) == 8
-
-
-def test_evaluations_that_nobody_has_answered_are_in_the_checkpoint(monkeypatch):
-    """A crash before the answer costs none."""
-    flags = {"num_envs": 2, "num_steps": 32, "total_timesteps": 256, "eval_episodes": 2}
-    flags |= {"eval_every": 64, "checkpoint_every": 64}
-    whole = train(baseline, **flags, exp_name="whole")
-    save = baseline.save_checkpoint
-
-    def save_and_interrupt(path, checkpoint):
-        save(path, checkpoint)
-        assert len(checkpoint["evaluations"]) == 1  # the evaluator has only just started
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(baseline, "save_checkpoint", save_and_interrupt)
-        train(baseline, **flags, exp_name="part")
-    (part,) = Path("runs").glob("*part*")
-    time.sleep(1)  # readers order event files by name, and the name has the second
-    train(baseline, **flags, exp_name="part", resume=str(part))
-    one, other = (dict(read_scalars(each)["charts/eval_return"]) for each in (whole, part))
-    assert one == other and list(one) == [64, 128, 192, 256]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"num_steps": 48, "num_minibatches": 4},  # begins at a step that is no multiple of it
-        {"sync": True},
-        {"max_staleness": 2},
-        {},
-    ],
-    ids=str,
-)
-def test_a_run_goes_on_with_other_settings(more):
-    """For longer; with others nothing hangs, and what was handed out is not mistaken."""
-    part = train(baseline, total_timesteps=256, save_model=True, exp_name="part")
-    train(baseline, **{"total_timesteps": 520, "save_model": True, "resume": str(part)} | more)
-    steps = more.get("num_steps", 64)
-    expected = 256 + -(-(520 // steps * steps - 256) // steps) * steps
-    assert read_checkpoint(part)["global_step"] == expected
+@SCRIPTS
+def test_a_run_is_resumed(module, capsys):
+    """Networks, optimizer, statistics and counters come back; episodes begin, nothing is stale."""
+    run_dir = train(module, total_timesteps=256, save_model=True)
+    before = read_checkpoint(run_dir)
+    flags = {"total_timesteps": 600, "learning_rate": 0.0, "num_steps": 48, "max_staleness": 2}
+    train(module, **flags, save_model=True, resume=str(run_dir))
+    assert "resumed at step 256, with fresh episodes" in capsys.readouterr().err
+    after, values = read_checkpoint(run_dir), read_scalars(run_dir)
+    assert after["global_step"] == 256 + 4 * 96  # the first multiple of a rollout from 600 on
+    assert_same(after["agent"], before["agent"])  # at a learning rate of 0
+    updates = 4 * 4 * 2, (4 + 4) * 4 * 2  # rollouts, minibatches, epochs
+    if module is baseline:
+        steps = [checkpoint["optimizers"][0][0]["step"] for checkpoint in (before, after)]
+    else:
+        powers = [checkpoint["optimizers"][0][-1] for checkpoint in (before, after)]
+        steps = [power.log() / np.log(0.999) for power in powers]
+    assert [round(step.item()) for step in steps] == list(updates)
+    counts = [checkpoint["statistics"]["return_rms_count"] for checkpoint in (before, after)]
+    assert [round(count.max().item()) for count in counts] == [256 / 2, (256 + 4 * 96) / 2]
+    assert sorted(value for _, value in values["charts/staleness"]) == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert max(step for step, _ in values["charts/episodic_return"]) > 256
+    for name in ("config", "stages", "stages_collector"):
+        assert (run_dir / f"{name}.json").exists() and (run_dir / f"{name}_256.json").exists()
 
 
 def test_differing_hunks_are_marked():
@@ -279,61 +217,62 @@ def test_differing_hunks_are_marked():
 # At the same time
 
 
-@pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
-def test_acting_and_learning_overlap(module, monkeypatch):
-    """Made equally long, both together take at most 0.6 of the time of one after the other."""
-    learn = module.PPO.learn
+@SCRIPTS
+def test_acting_goes_on_while_learning(module, monkeypatch):
+    """The learner does not return before the collector has made steps of the next rollout."""
+    learn, learned = module.PPO.learn, []
 
-    def slow_learn(*args):
-        time.sleep(0.16 / 2)  # called once per epoch with --target-kl
+    def wait_for_the_next_rollout(*args):
+        deadline = time.monotonic() + PATIENCE
+        learned.append(True)
+        while len(learned) < 4 and int(Path("steps").read_text()) <= 8 * len(learned):
+            assert time.monotonic() < deadline, "acting waits for learning"
+            time.sleep(0.01)
         return learn(*args)
 
-    monkeypatch.setattr(module.PPO, "learn", slow_learn)
-    flags = {"env_id": "envs_for_workers:Slow-v0", "num_steps": 8, "total_timesteps": 8 * 18}
-    flags |= {"num_minibatches": 1, "target_kl": 1e9}
-
-    def seconds(**more):
-        report = json.loads((train(module, **flags, **more) / "stages.json").read_text())
-        assert report["window"]["iterations"] == 15
-        return report["window"]["seconds"]
-
-    apart, together = seconds(sync=True, exp_name="apart"), seconds(exp_name="together")
-    print(f"\ntogether {together:.2f} s, one after the other {apart:.2f} s: {together / apart:.2f}")
-    assert together < 0.6 * apart
-
-
-@SCRIPTS
-def test_who_waits_is_logged(module):
-    """Here the learner, for an environment that takes 20 ms a step."""
-    flags = {"env_id": "envs_for_workers:Slow-v0", "num_steps": 8, "total_timesteps": 8 * 6}
-    values = read_scalars(train(module, **flags))
-    waits = {
-        name: sum(value for _, value in values[f"charts/{name}_waits_seconds"][2:])
-        for name in ("learner", "collector")
-    }
-    assert waits["collector"] < waits["learner"]
-    assert waits["learner"] > 0.3 * 4 * 8 * 0.02
-
-
-@SCRIPTS
-def test_evaluations_are_those_of_the_weights_that_they_name(module):
-    """Although the training has gone on: the last one is that of the checkpoint."""
-    run_dir = train(
-        module, total_timesteps=320, num_envs=2, eval_every=128, eval_episodes=2, save_model=True
-    )
-    evaluations = read_scalars(run_dir)["charts/eval_return"]
-    assert [step for step, _ in evaluations] == [128, 256]
-    checkpoint = read_checkpoint(run_dir)
-    assert checkpoint["global_step"] == 256
-    model, normalizer = module.ActorCritic(3, 1), module.Normalizer(2, 3, 0.99)
-    model.load_state_dict(checkpoint["agent"]["model"])
-    normalizer.load_state_dict(checkpoint["normalizer"])
-    args = module.Args(**SMALL, eval_episodes=2)
-    expected = module.evaluate(model, normalizer, args, CPU, None)
-    assert evaluations[-1][1] == pytest.approx(expected) != evaluations[0][1]
+    monkeypatch.setattr(module.PPO, "learn", wait_for_the_next_rollout)
+    flags = {"env_id": "envs_for_workers:Counted-v0", "num_steps": 8, "num_envs": 1}
+    found = read_scalars(train(module, **flags, update_epochs=1, total_timesteps=4 * 8))
+    waited = [value for _, value in found["charts/learner_waits_seconds"]]
+    assert len(waited) == 4 and waited[0] > 8 * 0.02  # for the first one it has nothing else to do
+    assert min(value for _, value in found["charts/collector_waits_seconds"]) >= 0
 
 
 # Death
+
+
+@pytest.mark.parametrize(
+    ("module", "env_id", "how"),
+    [
+        (baseline, "Mortal-v0", "exit status 1"),
+        (variant, "Killed-v0", "killed by SIGKILL"),
+    ],
+)
+def test_a_dead_collector_is_noticed_while_learning(module, env_id, how, monkeypatch, capfd):
+    """The third rollout dies while the learner is busy with the second, for minutes."""
+
+    def learn_for_long(self, *_):
+        if Path("one").exists():
+            time.sleep(PATIENCE)
+            pytest.fail("nobody has noticed it")
+        Path("one").touch()
+        return torch.zeros(1, len(module.METRICS))
+
+    monkeypatch.setattr(module.PPO, "learn", learn_for_long)
+    flags = {"env_id": f"envs_for_workers:{env_id}", "num_steps": 8, "num_envs": 1}
+    with pytest.raises(SystemExit, match=f"^the collector died: {how}$"):
+        train(module, **flags, update_epochs=1, total_timesteps=8000)
+    assert ("the simulation is unstable" in capfd.readouterr().err) == (env_id == "Mortal-v0")
+    (run_dir,) = Path("runs").iterdir()
+    assert (run_dir / "stages.json").exists()
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+
+
+def test_a_nan_ends_the_run_before_a_checkpoint_is_written():
+    flags = {"env_id": "envs_for_workers:Broken-v0", "num_steps": 8, "num_envs": 1}
+    with pytest.raises(SystemExit, match="^steps 16 to 24: observation or reward is not finite$"):
+        train(baseline, **flags, total_timesteps=800, checkpoint_every=8)
+    assert read_checkpoint(next(Path("runs").iterdir()))["global_step"] == 16
 
 
 def children_of(pid: int) -> set[int]:
@@ -360,134 +299,63 @@ def alive(pids: set[int]) -> set[int]:
     return {pid for pid in pids if running(pid)}
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("*")}
-
-
-@pytest.mark.parametrize(
-    ("module", "env_id", "words"),
-    [
-        (baseline, "Mortal-v0", ("Traceback", "envs_for_workers.py", "the simulation is unstable")),
-        (baseline, "Killed-v0", ("ended by SIGKILL",)),
-        (variant, "Mortal-v0", ("Traceback", "envs_for_workers.py", "the simulation is unstable")),
-    ],
-)
-def test_a_dead_collector_is_noticed_while_learning(module, env_id, words, monkeypatch):
-    """The third rollout dies while the learner is busy with the second for a minute."""
-
-    def learn_for_long(self, *_):
-        if Path("death").exists() or len(list(Path().glob("learning*"))) > 0:
-            time.sleep(60)
-        Path("learning").touch()
-        return torch.zeros(len(module.METRICS))
-
-    monkeypatch.setattr(module.PPO, "learn", learn_for_long)
-    flags = {"env_id": f"envs_for_workers:{env_id}", "num_steps": 8, "total_timesteps": 8000}
-    with pytest.raises(module.WorkerError) as raised:
-        train(module, **flags)
-    noticed = time.time() - float(Path("death").read_text())
-    print(f"\nnoticed, cleaned up and reported within {noticed:.2f} s")
-    assert noticed < 30, "not before the learner looked for a rollout"
-    message = str(raised.value)
-    assert message.startswith("the collector died: ") and all(word in message for word in words)
-    (run_dir,) = Path("runs").iterdir()
-    assert (run_dir / "stages.json").exists()
-    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
-
-
-def start(name: str, *flags: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "leanrl" / name), *FEW, "--total-timesteps=1000000"]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    process = subprocess.Popen([*command, *flags], **output, text=True, env=env, process_group=0)
-    deadline = time.monotonic() + 120
-    while not list(Path("runs").glob("*/checkpoint.pt")):
-        assert process.poll() is None, process.communicate()[1][-2000:]
+def wait_until(true) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return process
 
 
-def wait_until_gone(pids: set[int]) -> None:
-    deadline = time.monotonic() + 20
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(pids)
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("torch_*")}
 
 
-FOR_A_WHILE = ("--checkpoint-every=640", "--eval-every=640", "--eval-episodes=2")
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [(BASELINE, "ctrl-c"), (BASELINE, "SIGTERM"), (BASELINE, "SIGKILL"), (VARIANT, "ctrl-c")],
+    ("module", "whom", "how", "last_words"),
+    [
+        (baseline, "all", signal.SIGINT, r"interrupted after [\d,]+ steps"),  # as a terminal does
+        pytest.param(baseline, "all", signal.SIGHUP, r"interrupted after .*", marks=SLOW),
+        pytest.param(variant, "all", signal.SIGINT, r"interrupted after .*", marks=SLOW),
+        pytest.param(baseline, "learner", signal.SIGTERM, r"interrupted after .*", marks=SLOW),
+        pytest.param(baseline, "learner", signal.SIGKILL, None, marks=SLOW),
+        (variant, "evaluator", signal.SIGKILL, "the evaluator died: killed by SIGKILL"),
+        pytest.param(
+            baseline, "collector", signal.SIGTERM, "the collector died: exit status 0", marks=SLOW
+        ),
+    ],
 )
-def test_nothing_is_left_behind(name, how):
-    """No process and no segment of shared memory, whatever ends the first process."""
+def test_nothing_is_left_behind(module, whom, how, last_words):
+    """No process and no shared memory, whatever ends the run; one line says what did."""
     before = shared_memory()
-    process = start(name, *FOR_A_WHILE)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    flags += ["--total-timesteps=10000000", "--checkpoint-every=640", "--eval-every=640"]
+    command = [sys.executable, str(ROOT / "leanrl" / module.SCRIPT), *flags]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, text=True, env=env, process_group=0)
+    wait_until(lambda: list(Path("runs").glob("*/checkpoint.pt")) or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[1][-2000:]
     children = children_of(process.pid)
-    assert len(children) >= 3  # collector, evaluator, multiprocessing's tracker
-    if how == "ctrl-c":
-        os.killpg(process.pid, signal.SIGINT)  # a terminal tells them all
+    spawned = "from multiprocessing.spawn import spawn_main"  # in the order of their start
+    workers = sorted(x for x in children if spawned in Path(f"/proc/{x}/cmdline").read_text())
+    assert len(workers) == 2
+    if whom == "all":
+        os.killpg(process.pid, how)
     else:
-        process.send_signal(getattr(signal, how))
-    output, errors = process.communicate(timeout=60)
-    wait_until_gone(children)
+        pids = {"learner": process.pid, "collector": workers[0], "evaluator": workers[1]}
+        os.kill(pids[whom], how)
+    _, errors = process.communicate(timeout=PATIENCE)
+    wait_until(lambda: not alive(children))
     assert shared_memory() <= before
-    if how != "SIGKILL":
-        assert process.returncode == 130 and "Traceback" not in errors, errors[-3000:]
-        assert re.search(r"interrupted after [\d,]+ steps", errors)
-        assert "the collector:" in output and "the learner:" in output
+    if last_words:
+        assert process.returncode == 1 and "Traceback" not in errors, errors[-3000:]
+        assert re.fullmatch(last_words, errors.splitlines()[-1])
         (run_dir,) = Path("runs").iterdir()
         for report in ("stages.json", "stages_collector.json"):
             assert json.loads((run_dir / report).read_text())["stages"]
-
-
-@pytest.mark.parametrize("name", ["collector", "evaluator"])
-def test_a_killed_process_ends_the_run_in_one_line_and_status_1(name):
-    process = start(BASELINE, *FOR_A_WHILE)
-    children = children_of(process.pid)
-    command = "from multiprocessing.spawn import spawn_main"  # in the order of their start
-    workers = sorted(pid for pid in children if command in Path(f"/proc/{pid}/cmdline").read_text())
-    os.kill(workers[["collector", "evaluator"].index(name)], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    wait_until_gone(children)
-    assert process.returncode == 1 and "Traceback" not in errors
-    assert errors.splitlines()[-1] == f"error: the {name} died: ended by SIGKILL"
-
-
-def endless(pipe):
-    """An exception that has much to tell."""
-    raise ValueError("x" * 1_000_000)
-
-
-def wait_for_ever(pipe):
-    time.sleep(600)
-
-
-@SCRIPTS
-def test_last_words_fit_into_a_pipe(module):
-    worker = module.Worker("teller", endless)
-    with pytest.raises(module.WorkerError, match="the teller died: .*xxx"):
-        worker.receive()
-    worker.end()
-
-
-def test_a_death_is_no_exception_that_somebody_else_may_take():
-    """From within `except Exception`, as around a checkpoint or in a compiler."""
-    worker = baseline.Worker("sleeper", wait_for_ever)
-    handler = signal.signal(signal.SIGCHLD, lambda *_: worker.check())
-    try:
-        with pytest.raises(baseline.WorkerError, match="the sleeper died: ended by SIGKILL"):
-            try:
-                os.kill(worker.process.pid, signal.SIGKILL)
-                time.sleep(60)
-            except Exception:
-                pytest.fail("taken for an error of its own")
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
-        worker.end()
 
 
 # Devices
@@ -509,9 +377,9 @@ class Two(gym.Env):
 
 
 def test_device_env_takes_and_gives_tensors():
-    """Around Gymnasium's own vector environments, whose final_obs is an array of objects."""
-    make = partial(gym.vector.SyncVectorEnv, [Two] * 2)
-    envs = baseline.DeviceEnv(make(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP), CPU)
+    """Around Gymnasium's own vector environments."""
+    make = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    envs = baseline.DeviceEnv(gym.vector.SyncVectorEnv([Two] * 2, **make), CPU)
     obs, infos = envs.reset(seed=1)
     assert obs.dtype == torch.float32 and obs.tolist() == [[0, 0], [0, 0]] and infos == {}
     for t in range(3):
@@ -520,187 +388,100 @@ def test_device_env_takes_and_gives_tensors():
         assert rewards.dtype == torch.float32 and rewards.tolist() == [0.5, 0.5]
         assert terminated.dtype == torch.bool and terminated.all() == (t == 2)
         assert truncated.dtype == torch.bool and not truncated.any()
-        if t < 2:
-            torch.testing.assert_close(obs, actions)
-    assert obs.tolist() == [[0, 0], [0, 0]]
+        torch.testing.assert_close(obs, actions if t < 2 else torch.zeros(2, 2))
     for final, action in zip(infos["final_obs"], actions.numpy(), strict=True):
         np.testing.assert_array_equal(final, action)
     assert envs.num_envs == 2 and envs.single_action_space == Two.action_space
+    assert baseline.DeviceEnv(envs.env, META).reset(seed=1)[0].device == META
 
 
-class MetaEnv(baseline.DeviceEnv):
-    """As on another device, but that tensors of meta have no content to play with."""
+def check_devices(function, device):
+    """`function`, but RuntimeError names a tensor, given or returned, that is elsewhere."""
+    signature = inspect.signature(function)
 
-    def to_numpy(self, tensor):
-        assert tensor.device == META
-        return np.zeros(tuple(tensor.shape), np.float32)
+    def check(name, value):
+        if isinstance(value, torch.Tensor) and value.device != device:
+            where = f"{name} is on {value.device}, expected {device}"
+            raise RuntimeError(f"{function.__qualname__}: {where}")
+        if isinstance(value, tuple):
+            value = value._asdict() if hasattr(value, "_fields") else dict(enumerate(value))
+        parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        for key, part in parts.items():
+            check(f"{name}.{key}", part)
 
+    def checked(*args, **kwargs):
+        check("arguments", signature.bind(*args, **kwargs).arguments)
+        result = function(*args, **kwargs)
+        check("result", result)
+        return result
 
-def on_meta(**flags):
-    """Collector and learner as the script builds them, on the meta device."""
-    args = baseline.Args(**SMALL | {"num_envs": 2} | flags)
-    envs = gym.vector.SyncVectorEnv([Noisy] * 2, autoreset_mode="SameStep")
-    envs = MetaEnv(baseline.NormalizedEnvs(envs, args.gamma), META)
-    return args, envs, baseline.Policy(5, 3, META)
+    return checked
 
 
 def test_nothing_lands_on_the_wrong_device(monkeypatch):
-    """A rollout and its epochs with the check of every call switched on, on meta."""
+    """Acting and learning on meta, which stands for another device, with a check of every call."""
     monkeypatch.setattr(baseline, "Adam", lambda *args, fused, **kw: torch.optim.Adam(*args, **kw))
-    args, envs, policy = on_meta()
-    agent = baseline.PPO(args, 5, 3, META)
-    checked = partial(baseline.check_devices, device=META)
-    reset, step = checked(envs.reset), checked(envs.step)
-    act, value = checked(policy.act), checked(policy.value)
-    slot = baseline.Slot(args, 5, 3, len(agent.weights()))
-    rollout, noise = slot.rollout, slot.noise.to(META)
-    obs, _ = reset(seed=1)
-    final_values = 0
-    for t in range(args.num_steps):
-        actions, _, _ = act(obs, noise[t])
-        obs, rewards, *_, infos = step(actions)
-        if "final_obs" in infos:
-            final_values += value(infos["final_obs"]).shape[0]
-    assert final_values > 0 and rewards.device == META
-    assert value(obs).device == META and rollout.obs.device == CPU
-    batch = checked(agent.prepare)(rollout.to(META), stale=True)
-    metrics = checked(agent.learn)(batch, torch.zeros(2, 128, dtype=torch.int64, device=META))
-    assert metrics.device == META and metrics.shape == (6,)
-    assert (
-        {p.device for p in agent.parameters}
-        == {META}
-        == {p.device for p in policy.model.parameters()}
+    args = baseline.Args(**SMALL)
+    agent, rollout = baseline.PPO(args, OBS, A, META), baseline.Rollout(args, OBS, A, META)
+    act = check_devices(agent.act, META)
+    rollout.actions[0], rollout.log_probs[0], rollout.values[0] = act(
+        rollout.obs[0], rollout.actions[1]
     )
-    assert {
-        t.device for _, t in baseline.named_tensors("x", agent.optimizer.state_dict()["state"])
-    } >= {META}
-
-
-def test_the_check_names_tensor_device_and_expectation():
-    args, envs, policy = on_meta()
-    act = baseline.check_devices(policy.act, META)
-    with pytest.raises(baseline.DeviceError) as raised:
-        act(torch.zeros(2, 5, device=META), torch.zeros(2, 3))
-    assert str(raised.value) == "Policy.act: noise is on cpu, expected meta"
-    step = baseline.check_devices(envs.step, META)
-    with pytest.raises(
-        baseline.DeviceError, match="MetaEnv.step|DeviceEnv.step: actions is on cpu"
-    ):
-        step(torch.zeros(2, 3))
-
-    def prepare(rollout, *, steps):
-        return {"batch": [baseline.Batch(*(torch.zeros(1, device=META) for _ in range(6)), steps)]}
-
-    prepare.__qualname__ = "prepare"
-    rollout = baseline.Rollout(2, 1, 5, 3, META)
-    prepare = baseline.check_devices(prepare, META)
-    with pytest.raises(baseline.DeviceError) as raised:
-        prepare(rollout, steps=torch.zeros(1))
-    assert str(raised.value) == "prepare: steps is on cpu, expected meta"
-    with pytest.raises(baseline.DeviceError) as raised:
-        baseline.check_devices(prepare.__wrapped__, CPU)(rollout.to(META), steps=None)
-    assert str(raised.value) == "prepare: rollout.obs is on meta, expected cpu"
-    with pytest.raises(baseline.DeviceError) as raised:
-        baseline.check_devices(prepare.__wrapped__, CPU)(None, steps=None)
-    assert str(raised.value) == "prepare: result['batch'][0].obs is on meta, expected cpu"
-
-
-@SCRIPTS
-def test_the_check_changes_nothing(module):
-    one, other = (
-        train(module, total_timesteps=256, save_model=True, check_devices=on, exp_name=str(on))
-        for on in (False, True)
-    )
-    assert_same(read_checkpoint(one), read_checkpoint(other))
-
-
-def test_an_astray_tensor_ends_a_run_in_one_line(monkeypatch, tmp_path):
-    """--check-devices from the command line, with a batch that a bug brings elsewhere."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if any('async' in word for word in sys.argv):\n"
-        "    import torch\n"
-        "    stack = torch.stack\n"
-        "    def astray(tensors, *args):\n"
-        "        to = 'meta' if tensors[0].dtype == torch.int64 else 'cpu'\n"
-        "        return stack(tensors, *args).to(to)\n"
-        "    torch.stack = astray\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done, lines = command_line(baseline, *FEW, "--check-devices", "--total-timesteps=256")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert lines[-1] == "error: PPO.learn: permutations is on meta, expected cpu"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--learner-device", "gpu"), ("--learner-device 'gpu'", "cpu, cuda or cuda:N")),
-        (("--collector-device", "cuda:x"), ("--collector-device 'cuda:x'",)),
-        (("--eval-device", "meta"), ("--eval-device 'meta'",)),
-        (("--eval-device", ""), ("--eval-device ''",)),
-        (("--learner-device", "cuda:0", "--no-cuda"), ("contradicts --no-cuda",)),
-        (("--max-staleness", "-1"), ("--max-staleness must not be negative",)),
-        (("--env-id", "Nothing-v7"), ("Nothing",)),
-        (("--env-id", "CartPole-v1"), ("continuous actions",)),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_bad_input_is_one_line_and_status_2(flags, words):
-    done, lines = command_line(baseline, *flags)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    error = [line for line in lines if line.startswith("error")]
-    assert len(error) == 1 and all(word in error[0] for word in words), lines
-    assert not Path("runs").exists()
+    batch = check_devices(agent.prepare, META)(rollout, stale=True)
+    order = torch.zeros(64, dtype=torch.int64, device=META)
+    assert check_devices(agent.learn, META)(batch, order).shape == (4, 6)
+    with pytest.raises(RuntimeError, match=r"^PPO.act: arguments.noise is on cpu, expected meta$"):
+        act(rollout.obs[0], torch.zeros(2, A))
+    rollout.ended = torch.zeros(32, 2)
+    with pytest.raises(RuntimeError, match=r"^PPO.prepare: arguments.rollout.ended is on cpu"):
+        check_devices(agent.prepare, META)(rollout, stale=True)
 
 
 @SCRIPTS
 @pytest.mark.parametrize(
-    ("count", "name", "message"),
+    ("flags", "count", "message"),
     [
-        (0, "cuda", "--collector-device cuda: this machine has no CUDA device"),
-        (2, "cuda:2", "--collector-device cuda:2: this machine has cuda:0 to cuda:1"),
+        ({"collector_device": "cuda"}, 0, "--collector-device: this machine has cpu"),
+        ({"learner_device": "gpu"}, 0, "--learner-device: this machine has cpu"),
+        ({"eval_device": "cuda:2"}, 2, "--eval-device: this machine has cpu, cuda, cuda:0, cuda:1"),
+        ({"eval_device": "cuda:1", "learner_device": "cuda"}, 2, None),
+        ({"max_staleness": -1}, 0, "--max-staleness: -1 is out of range"),
+        ({"max_staleness": 0}, 0, None),
     ],
+    ids=str,
 )
-def test_a_device_that_is_not_there_is_named(module, count, name, message, monkeypatch, capsys):
+def test_settings_are_checked(module, flags, count, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    with pytest.raises(SystemExit) as stopped:
-        module.check_args(module.Args(collector_device=name))
-    assert stopped.value.code == 2 and capsys.readouterr().err == f"error: {message}\n"
-    if count:
-        module.check_args(module.Args(collector_device="cuda:1"))
+    if message is None:
+        return module.check_args(module.Args(**flags))
+    with pytest.raises(SystemExit, match=f"^{message}$"):
+        module.check_args(module.Args(**flags))
 
 
 # Whole runs
 
-ROWS = pytest.mark.parametrize(
-    "command",
-    [(BASELINE,), (VARIANT,), (VARIANT, "--compile", "--cudagraphs")],
-    ids=["baseline", "eager", "all"],
-)
 
-
-@ROWS
-def test_run_from_end_to_end(command, tmp_path):
-    flags = (
-        *FEW,
-        "--total-timesteps=1000",
-        "--num-envs=2",
-        "--eval-every=384",
-        "--eval-episodes=2",
-    )
-    result = run(tmp_path, *command, *flags, "--save-model", "--check-devices")
+def test_run_from_end_to_end(tmp_path):
+    flags = ("--env-id=Pendulum-v1", "--num-steps=64", "--num-minibatches=4", "--num-envs=2")
+    flags += ("--total-timesteps=1000", "--eval-every=384", "--eval-episodes=2", "--save-model")
+    result = run(tmp_path, variant.SCRIPT, *flags, "--cudagraphs")
     run_dir, config, stages, values = read_run(tmp_path)
-    assert run_dir.name in result.stdout and config["args"]["collector_device"] == "cpu"
-    assert stages["window"]["env_steps"] == 896 - 3 * 128 and stages["sps_steady"] > 0
+    if not torch.cuda.is_available():
+        assert "--cudagraphs: no CUDA device, it has no effect" in result.stderr
+    assert "the collector:" in result.stderr and run_dir.name in result.stderr
+    assert config["args"]["collector_device"] == "cpu"
+    steady = 896 - 3 * 128
+    assert stages["window"]["env_steps"] == steady and stages["sps_steady"] > 0
     collector = json.loads((run_dir / "stages_collector.json").read_text())
-    assert collector["window"]["env_steps"] == 896 - 3 * 128
-    assert collector["stages"]["simulation"]["count"] == (896 - 3 * 128) / 2
+    assert collector["window"]["env_steps"] == steady
+    for name in ("simulation", "inference", "replay"):
+        assert collector["stages"][name]["count"] == steady / 2
     rates = [value for _, value in values["charts/learning_rate"]]
     assert rates == pytest.approx([3e-4 * (1 - i / 7) for i in range(7)])
     assert [step for step, _ in values["charts/eval_return"]] == [384, 768, 896]
     assert [step for step, _ in values["charts/episodic_return"]] == [400, 400, 800, 800]
-    for name in (*baseline.METRICS, "explained_variance"):
+    assert values["charts/episodic_length"] == [(400, 200), (400, 200), (800, 200), (800, 200)]
+    for name in (*variant.METRICS, "explained_variance"):
         series = [value for _, value in values[f"losses/{name}"]]
         assert len(series) == 7 and np.isfinite(series).all()
     assert len({value for _, value in values["losses/value_loss"]}) == 7
@@ -711,11 +492,11 @@ def test_run_from_end_to_end(command, tmp_path):
 @pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cuda", "cuda"), ("cpu", "cuda")], ids=str)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_devices_do_not_change_what_is_learned(devices, graphs):
-    """On a CPU and on a GPU, eager and replayed, with the check where there are no graphs."""
-    flags = {"total_timesteps": 320, "save_model": True}
+    """On a CPU and on a GPU, eager and replayed."""
     learner, collector = devices
-    flags |= {"learner_device": learner, "collector_device": collector, "eval_device": collector}
-    found = [train(baseline, **flags, check_devices=True)]
-    found += [train(variant, **flags, compile=graphs, cudagraphs=graphs)]
-    first, second = (dict(read_checkpoint(each)["agent"]["model"]) for each in found)
+    flags = {"total_timesteps": 320, "save_model": True, "learner_device": learner}
+    flags |= {"collector_device": collector, "eval_device": collector, "eval_every": 128}
+    one = train(baseline, **flags, exp_name="one")
+    other = train(variant, **flags, exp_name="other", compile=graphs, cudagraphs=graphs)
+    first, second = (dict(read_checkpoint(each)["agent"]) for each in (one, other))
     assert_same(first, second, tolerance=1e-3)
