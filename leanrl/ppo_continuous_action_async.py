@@ -62,7 +62,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run directory's name
     seed: int = 1  # seed of the environments and of every random generator
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
-    cuda: bool = True  # learn on CUDA where there is a device
+    cuda: bool = True  # train on CUDA where there is a device
     track: bool = False  # also send the run to Weights & Biases
     wandb_project_name: str = "leanRL"  # the wandb project
     wandb_entity: str | None = None  # the wandb team
@@ -528,6 +528,7 @@ class Worker:
         pipe.close()
 
     def check(self) -> None:
+        """Ends the run if the process has ended."""
         code = self.process.exitcode
         if code is not None:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
@@ -572,7 +573,7 @@ def work(function: Callable, pipe: Connection, *args: object) -> None:
 
 
 def collect(pipe: Connection, args: Args, slots: list[Slot], report_path: Path) -> None:
-    """What the collector does: makes a rollout in each slot whose index it gets, and tells of it."""
+    """What the collector does: makes a rollout in each slot whose index it gets."""
     device = use_device(args.collector_device)
     warmup_steps = STEADY_AFTER * args.num_envs * args.num_steps
     watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
@@ -729,10 +730,7 @@ def main(args: Args) -> Path:
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
-    # An interrupt can hit the writer's queue, which then stands still until the next flush.
-    writer = SummaryWriter(
-        run_dir, flush_secs=5, purge_step=start_step + 1 if args.resume else None
-    )
+    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
     bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
 
     def due(every: int) -> bool:
