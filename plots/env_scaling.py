@@ -486,7 +486,7 @@ def write(record: dict, stem: Path) -> None:
 
 def machine() -> dict:
     """What a record says of the machine, now."""
-    here = run_dirs.this_machine() | {"python": sys.version.split()[0]}
+    here = run_dirs.this_machine()
     here["cpu"]["threads"] = torch.get_num_threads()
     return run_dirs.machine([here | {"versions": run_dirs.versions(PACKAGES)}])
 

@@ -129,6 +129,7 @@ def this_machine() -> dict:
         "cpu": cpu | {"cores": os.cpu_count()},
         "gpu": gpu,
         "gpu_driver": driver,
+        "python": sys.version.split()[0],
         "load_average": os.getloadavg(),
         "git_commit": output(*"git describe --always --dirty --abbrev=40 --exclude=*".split()),
     }
