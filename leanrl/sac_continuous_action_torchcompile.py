@@ -359,9 +359,9 @@ class ReplayBuffer:
         return {"position": self.position, "data": self.data[: self.size].clone().cpu()}
 
     def load_state_dict(self, state: dict) -> None:
+        self.position = state["position"] // self.args.num_envs * self.args.num_envs  # whole steps
         # speed: in place, where graphs read
-        self.size, num_envs = len(state["data"]), self.args.num_envs
-        self.position = state["position"] // num_envs * num_envs  # it may have been another number
+        self.size = len(state["data"])
         self.data[: self.size].copy_(state["data"])
         self.device_size.fill_(self.size)
 

@@ -317,8 +317,8 @@ class ReplayBuffer:
         return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
-        self.size, num_envs = len(state["data"][0]), self.args.num_envs
-        self.position = state["position"] // num_envs * num_envs  # it may have been another number
+        self.position = state["position"] // self.args.num_envs * self.args.num_envs  # whole steps
+        self.size = len(state["data"][0])
         for stored, saved in zip(self.data, state["data"], strict=True):
             stored[: self.size] = saved
 
