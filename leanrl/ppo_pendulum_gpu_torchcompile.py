@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -514,8 +515,12 @@ def compile_agent(agent: PPO) -> None:
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
     torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
+    # no guards, which ask at each call whether the code still fits: each agent has code of its own
+    no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
     for name in ("prepare", "gather", "gradients", "optimize"):
-        setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True))
+        method = getattr(type(agent), name)
+        own = MethodType(FunctionType(method.__code__.replace(), globals()), agent)
+        setattr(agent, name, torch.compile(own, fullgraph=True, options=no_guards))
 
 
 def evaluate(agent: PPO, args: Args, video: Path | None) -> float:

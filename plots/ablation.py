@@ -61,22 +61,52 @@ def uncompiled(name: str):
     return patch
 
 
-def outside_of_graphs(module, function):
-    """`function` for the place of one that torch.compile could follow."""
+def compile_by(module, replacement) -> None:
+    """Lets `compile_agent` call `replacement(torch.compile, method, options)`."""
     import torch
 
     compile_agent = module.compile_agent
 
-    def compile_in_parts(agent) -> None:
+    def compile_otherwise(agent) -> None:
         whole = torch.compile
-        torch.compile = lambda method, fullgraph: whole(method)
+        torch.compile = lambda method, fullgraph, options: replacement(whole, method, options)
         try:
             compile_agent(agent)
         finally:
             torch.compile = whole
 
-    module.compile_agent = compile_in_parts
+    module.compile_agent = compile_otherwise
+
+
+def outside_of_graphs(module, function):
+    """`function` for the place of one that torch.compile could follow."""
+    import torch
+
+    compile_by(module, lambda compile, method, options: compile(method, options=options))
     return torch.compiler.disable(function)
+
+
+def patch_guards(module) -> None:
+    """Guards at each call, as torch.compile has them."""
+    compile_by(module, lambda compile, method, options: compile(method, fullgraph=True))
+
+
+def patch_precision(module) -> None:
+    """Matrix products by MKL wherever torch.compile would take it."""
+    module.torch.set_float32_matmul_precision = lambda precision: None
+
+
+def patch_tanh(module) -> None:
+    """The hyperbolic tangent of the compiler's vector library."""
+    import torch._inductor
+
+    compile_agent = module.compile_agent
+
+    def compile_otherwise(agent) -> None:
+        compile_agent(agent)
+        torch._inductor.config.cpp.use_decompose_tanh = False
+
+    module.compile_agent = compile_otherwise
 
 
 # SAC and TD3
@@ -178,8 +208,8 @@ def patch_normalization(module) -> None:
                 wrapped.append(gym.wrappers.TransformReward(env, lambda x: np.clip(x, -10, 10)))
             super().__init__(wrapped, gamma)
 
-        def normalize(self, x, *where):
-            return x, np.ones((1, 1))
+        def center(self, x, rms):
+            return np.array(x), np.ones(1)
 
     module.NormalizedVectorEnv = NormalizedVectorEnv
 
@@ -356,6 +386,8 @@ OFF_POLICY = {
     "critic update compiled": uncompiled("update_critic"),
     "actor update compiled": uncompiled("update_actor"),
     "acting compiled": uncompiled("act"),
+    "no guards": patch_guards,
+    "products by oneDNN": patch_precision,
 }
 ON_POLICY = {
     "acting in NumPy": patch_acting,
@@ -370,9 +402,12 @@ ON_POLICY = {
     "an Adam that compiles": patch_optimizer,
     "one thread": patch_threads,
     "update compiled": uncompiled("update"),
+    "no guards": patch_guards,
+    "tanh by exp": patch_tanh,
 }
+# without --compile there is nothing of it
 OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compiled")
-OF_COMPILER += ("update compiled", "one thread")  # without --compile there is nothing of it
+OF_COMPILER += ("update compiled", "one thread", "no guards", "products by oneDNN", "tanh by exp")
 
 
 def of_eager(tricks: dict) -> dict:

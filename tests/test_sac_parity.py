@@ -81,7 +81,7 @@ def make_pair(device=CPU, updates=3):
 
 
 def compile_agent(agent):
-    """Agents of the same shapes share what the first of the session has compiled."""
+    """The compiler's cache has the code for agents of the same shapes."""
     variant.compile_agent(agent)
     return agent
 
@@ -328,6 +328,16 @@ def test_no_graph_break_and_no_recompilation():
         agent.act(torch.randn(1, OBS), torch.randn(1, A))
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts[0] >= 3 and counts[-1] == counts[0], counts
+
+
+def test_a_second_agent_trains_itself():
+    """Compiled code asks nothing when it is called, so it must be that of one agent alone."""
+    reference, first = make_pair()
+    run_updates(reference, compile_agent(first), 1, 1e-5)
+    before = [parameter.clone() for parameter in first.parameters()]
+    reference, second = make_pair(updates=5)
+    run_updates(reference, compile_agent(second), 1, 1e-5)
+    assert all(map(torch.equal, before, first.parameters()))
 
 
 def assert_hunks_are_marked(baseline, variant):
