@@ -1,7 +1,6 @@
 """Proximal Policy Optimization (PPO) for continuous actions, with torch.compile and CUDA graphs.
 
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs
-    python leanrl/ppo_continuous_action_torchcompile.py --compile --env-id InvertedPendulum-v5
 
 The algorithm is that of its twin, ppo_continuous_action.py, which says where it comes from and
 what the shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -249,41 +249,42 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         self.envs, self.num_envs, self.gamma = envs, len(envs), gamma
         self.single_observation_space = envs[0].observation_space
         self.single_action_space = envs[0].action_space
-        # means, variances, counts (3, N, O + 1) of observations and, last, of the discounted reward
-        self.rms = np.zeros((3, len(envs), envs[0].observation_space.shape[0] + 1))
-        self.rms[1], self.rms[2] = 1, 1e-4
+        # observations and, last, the discounted reward: (N, O + 1); their means, variances, counts
+        self.x = np.zeros((len(envs), envs[0].observation_space.shape[0] + 1))
+        self.rms = np.stack([self.x, self.x + 1, self.x + 1e-4])
         views = *self.rms[..., :-1], *self.rms[..., -1]
         self.statistics = {f"{x}_{y}": z for (x, y), z in zip(STATISTICS, views, strict=True)}
-        self.discounted_reward = self.statistics["discounted_reward"] = np.zeros(len(envs))
+        self.discounted_reward = self.statistics["discounted_reward"] = self.x[:, -1]
 
-    def normalize(self, x: np.ndarray, *where: int | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Takes in x, as Gymnasium does, for that part of `rms` -> normalized x, deviations."""
-        mean, var, count = (array[where] for array in self.rms)
+    def center(self, x: np.ndarray, rms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Takes x (...) into rms (3, ...), as Gymnasium does -> x - means, deviations (...)."""
+        mean, var, count = rms
         count += 1
-        delta = x - mean
-        mean += delta / count
-        var += delta * delta / count
-        var *= 1 - 1 / count
-        std = np.sqrt(var + 1e-8)
-        return ((x - mean) / std).clip(-10, 10), std
+        delta, rate = x - mean, 1 / count
+        mean += delta * rate
+        var += delta * delta * rate
+        var *= 1 - rate
+        return x - mean, np.sqrt(var + 1e-8)
 
     def start(self, i: int, seed: int | None = None) -> np.ndarray:
         """Begins an episode of environment i -> its first observation, normalized (O,)."""
-        return self.normalize(self.envs[i].reset(seed=seed)[0], i, slice(-1))[0]
+        x, std = self.center(self.envs[i].reset(seed=seed)[0], self.rms[:, i, :-1])
+        return (x / std).clip(-10, 10)
 
     def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
         return np.float32([self.start(i, seed + i) for i in range(self.num_envs)]), {}
 
     def step(self, actions: np.ndarray) -> tuple:
-        steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
-        obs, *arrays, infos = zip(*steps, strict=True)
-        rewards, terminated, truncated = map(np.array, arrays)
-        self.discounted_reward[:] = self.discounted_reward * self.gamma * (1 - terminated) + rewards
-        x = np.empty_like(self.rms[0])
-        x[:, :-1], x[:, -1] = obs, self.discounted_reward
-        x, std = self.normalize(x)
-        obs, ends = x[:, :-1].astype(np.float32), {}
-        rewards = (rewards / std[:, -1]).clip(-10, 10)
+        rewards, infos, ends = np.zeros(self.num_envs), [{}] * self.num_envs, {}
+        terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
+        for i, env in enumerate(self.envs):
+            self.x[i, :-1], rewards[i], terminated[i], truncated[i], infos[i] = env.step(actions[i])
+        self.discounted_reward[terminated] = 0
+        self.discounted_reward[:] = self.discounted_reward * self.gamma + rewards
+        x, std = self.center(self.x, self.rms)
+        x[:, -1] = rewards  # divided by the deviation of their discounted sum
+        x = (x / std).clip(-10, 10)
+        obs, rewards = np.float32(x[:, :-1]), x[:, -1]
         ended = (terminated | truncated).nonzero()[0]
         if len(ended):
             episode = {key: {i: infos[i]["episode"][key] for i in ended} for key in ("r", "l")}
@@ -497,17 +498,13 @@ class PPO(nn.Module):
         return {n: x.view(self.shapes[n]) for n, x in zip(self.shapes, parts, strict=True)}
 
     def publish(self) -> None:
-        """Brings the parameters, in one copy, to where `act` and `value` read them in NumPy."""
+        """Brings the parameters, in one copy, to where acting reads them in NumPy."""
         log_std, *layers = (x.numpy().T for x in self.views(self.flat.cpu()).values())
         self.std, self.critic_layers, self.actor_layers = np.exp(log_std), layers[:6], layers[6:]
 
     def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """obs (N, O), normal noise (N, A) -> actions (N, A)."""
         return forward(self.actor_layers, obs) + self.std * noise
-
-    def value(self, obs: np.ndarray) -> np.ndarray:
-        """obs (..., O) -> values (...)."""
-        return forward(self.critic_layers, obs)[..., 0]
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""
@@ -547,7 +544,11 @@ def compile_agent(agent: PPO) -> None:
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
-    agent.update = torch.compile(agent.update, fullgraph=True)
+    torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
+    # no guards, which ask at each call whether the code still fits: each agent has code of its own
+    no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+    own = MethodType(FunctionType(PPO.update.__code__.replace(), globals()), agent)
+    agent.update = torch.compile(own, fullgraph=True, options=no_guards)
 
 
 def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path | None) -> float:
@@ -688,7 +689,7 @@ def main(args: Args) -> Path:
                 for i in ended.nonzero()[0]:
                     with watch.stage("inference"):
                         # speed: without PyTorch
-                        final_value = agent.value(infos["final_obs"][i])
+                        (final_value,) = forward(agent.critic_layers, infos["final_obs"][i])
                         rollout.final_values[t, i] = final_value * (not terminated[i])
                     with watch.stage("logging"):
                         episodic_return = infos["final_info"]["episode"]["r"][i]
