@@ -106,7 +106,7 @@ END
     fi
 }
 
-# check_narrowing ARGUMENTS...: before anything is installed, that plots/speedup.py will take them.
+# check_narrowing ARGUMENTS...: before anything is installed, that speedup.py will take them.
 check_narrowing() {
     while [[ $# -gt 0 ]]; do
         case $1 in
@@ -138,11 +138,11 @@ needs=(requirements/{requirements,plots}.txt)
 [[ $command != --full && $* != *atari* ]] || needs+=(requirements/envpool.txt)
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
-    quick | --full) exec "$python" plots/speedup.py "--${command#--}" "$@" ;;
+    quick | --full) exec "$python" plots/measure/speedup.py "--${command#--}" "$@" ;;
     test) exec "$python" -m pytest -q tests "$@" ;;
-    study) exec "$python" plots/env_scaling.py "$@" ;;
+    study) exec "$python" plots/measure/env_scaling.py "$@" ;;
     field)
         make_venv .venv-field requirements/field.txt
-        exec "$python" plots/field.py --field-python .venv-field/bin/python "$@"
+        exec "$python" plots/measure/field.py --field-python .venv-field/bin/python "$@"
         ;;
 esac

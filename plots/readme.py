@@ -294,7 +294,8 @@ def devices() -> str:
     rounds, args = len(found["rounds"]), found["rounds"][0]["variant"]["config"]["args"]
     said = f"HalfCheetah-v5, {args['total_timesteps']:,} steps, {rounds} rounds in turns on "
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
-    said += "10 episodes' mean return (`devices_continuous_cpu.md`, `python plots/devices.py`)."
+    said += "10 episodes' mean return (`devices_continuous_cpu.md`, "
+    said += "`python plots/measure/devices.py`)."
     plain = {row["row"]: row for row in record("devices_continuous_plain_ratio_cpu")["rows"]}
     ends = [short(plain[f"{kind} (asynchronous)"]["return"]["mean"]) for kind in kinds]
     said += f" With PPO's plain ratio instead, baseline and variant ended at {' and '.join(ends)} "

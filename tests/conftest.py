@@ -8,7 +8,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-sys.path.append(str(ROOT / "plots"))  # last, so that profile.py does not hide Python's own module
+# last, so that plots/profile.py does not hide Python's own module
+sys.path += [str(ROOT / "plots/measure"), str(ROOT / "plots")]
 
 
 def pytest_addoption(parser):

@@ -80,7 +80,7 @@ def test_the_kernel_stays_within_its_tensors(count):
     """Under the address sanitizer."""
     code = f"""
 import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "plots")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "plots/measure")!r}]
 import torch
 from env_kernel import KernelCartPole
 envs = KernelCartPole({count}, "cpu")

@@ -90,7 +90,7 @@ def test_numbas_kernel_is_gymnasiums():
     """In Numba's simulator, which needs a process of its own."""
     code = f"""
 import sys
-sys.path[:0] = [{str(ROOT / "plots")!r}, {str(ROOT / "tests")!r}]
+sys.path[:0] = [{str(ROOT / "plots/measure")!r}, {str(ROOT / "tests")!r}]
 import numpy as np
 from env_numba import NumbaCartPole, cuda
 from test_env_scaling import euler, some_states
@@ -223,7 +223,8 @@ def test_the_bytes_per_step():
 def test_a_quick_study_from_end_to_end(tmp_path):
     """Every part but training, then figures from the record alone."""
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "plots/env_scaling.py", "--quick", "--out", f"{tmp_path}/study"]
+    command = [sys.executable, "plots/measure/env_scaling.py", "--quick"]
+    command += ["--out", f"{tmp_path}/study"]
     parts = ["limits", "steps", "blocks"]
     done = subprocess.run(command + parts, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -298,7 +299,7 @@ def test_tables_say_what_the_record_says():
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["learn", "--out", "{tmp}/empty"]])
 def test_bad_input_is_one_line(arguments, tmp_path):
-    command = [sys.executable, "plots/env_scaling.py"]
+    command = [sys.executable, "plots/measure/env_scaling.py"]
     command += [part.format(tmp=tmp_path) for part in arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode and "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import processes
 import pytest
 import run_dirs
 import speedup
@@ -193,8 +194,9 @@ def stand_ins(tmp_path, monkeypatch):
         file.parent.mkdir(parents=True, exist_ok=True)
         constants = f"ROW, CONFIGS, STAGES = {row!r}, {configs!r}, {stages(80.0)!r}"
         file.write_text(f"{constants}\ntotal_timesteps: int = 1_000\n{STAND_IN}")
-    monkeypatch.setattr(speedup, "ROOT", root)
-    monkeypatch.setattr(speedup, "this_machine", machine)
+    for module in (speedup, processes):
+        monkeypatch.setattr(module, "ROOT", root)
+        monkeypatch.setattr(module, "this_machine", machine)
     monkeypatch.setattr(run_dirs, "versions", lambda packages: {"torch": "2.13.0"})
     monkeypatch.setattr(speedup, "draw_figures", lambda runs, out: None)
     return root
@@ -207,7 +209,7 @@ def test_a_failing_run_is_named_and_the_others_count(stand_ins, tmp_path, capsys
     record = json.loads((out / "speedup.json").read_text())
     counts = {row["row"]: len(row["runs"]) for row in record["rows"] if "runs" in row}
     assert counts == {"baseline": 2, "eager": 2, "compile": 1}
-    assert record["command"] == f"python plots/speedup.py {protocol} --seeds 2"
+    assert record["command"] == f"python plots/measure/speedup.py {protocol} --seeds 2"
     error = capsys.readouterr().err
     assert f"FAILED: {SCRIPT} compile seed 2" in error and "exit status 3" in error
     assert "what went wrong" in error
@@ -280,10 +282,10 @@ def test_an_interrupt_ends_the_running_child(tmp_path):
         f"finally:\n    pathlib.Path({str(mark)!r}).touch()\n"
     )
     parent = (
-        f"import sys; sys.path.append({str(ROOT / 'plots')!r})\n"
-        "import signal, speedup; from pathlib import Path\n"
+        f"import sys; sys.path.append({str(ROOT / 'plots/measure')!r})\n"
+        "import signal, processes; from pathlib import Path\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"speedup.run_logged([sys.executable, '-c', {child!r}], Path({str(log)!r}), print)\n"
+        f"processes.run_logged([sys.executable, '-c', {child!r}], Path({str(log)!r}), print)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
     deadline = time.time() + 60
@@ -299,5 +301,5 @@ def test_progress_and_last_lines_of_a_log(tmp_path):
     log.write_text(
         " 10%|#| 100/1000 [00:01<00:09]\r 20%|#| 200/1000 [00:02<00:08]\nTraceback\nboom\n"
     )
-    assert speedup.steps_done(log) == 200
-    assert speedup.last_lines(log) == "    Traceback\n    boom"
+    assert processes.steps_done(log) == 200
+    assert processes.last_lines(log) == "    Traceback\n    boom"

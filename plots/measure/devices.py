@@ -1,8 +1,8 @@
 """Acting and learning at the same time or in turns, and on which devices; one process or several.
 
-    python plots/devices.py                             PPO: 3 rounds of 500,000 steps; an hour
-    python plots/devices.py --rounds 1 --steps 65536    a look
-    python plots/devices.py --task atari                PPO for Atari: one process against several
+    python plots/measure/devices.py   PPO: 3 rounds of 500,000 steps; an hour
+    python plots/measure/devices.py --rounds 1 --steps 65536    a look
+    python plots/measure/devices.py --task atari   PPO for Atari: one process against several
 
 Rounds in turns: every row once, each in a process of its own; round n with seed n. PPO on
 HalfCheetah-v5: the synchronous scripts and the asynchronous ones, baseline and variant with
@@ -30,8 +30,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import run_dirs
-import speedup
 from run_dirs import ROOT, shown, spread
 
 STEPS = {"continuous": 500_000, "atari": 16 * 8 * 128}
@@ -79,7 +79,7 @@ def measure(row: str, seed: int, options: argparse.Namespace, progress) -> dict:
     log = options.out / "logs" / f"{stem}.log"
     command = [*options.commands[row], "--seed", str(seed)]
     command += ["--total-timesteps", str(options.steps), "--exp-name", stem]  # no run of a table
-    run = speedup.run_and_read(command, log, progress, f"{row!r} round {seed}")
+    run = processes.run_and_read(command, log, progress, f"{row!r} round {seed}")
     waits = {name: f"charts/{name}_waits_seconds" for name in ("learner", "collector")}
     series = run_dirs.read_series(run.path, ["charts/episodic_return", *waits.values()])
     result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.commands = commands(options.task, gpus)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        rounds, failures = speedup.take_turns(list(options.commands), options, measure)
+        rounds, failures = processes.take_turns(list(options.commands), options, measure)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     configs = [result["config"] for results in rounds for result in results.values()]
     if configs:
         hardware, rows = run_dirs.machine(configs), summarize(rounds, list(options.commands))
-        command = f"python plots/devices.py --task {options.task} "
+        command = f"python plots/measure/devices.py --task {options.task} "
         command += f"--rounds {options.rounds} --steps {options.steps}"
         env_id = configs[0]["args"]["env_id"]
         above = [f"Acting and learning on devices: {command}", *run_dirs.describe(hardware)]

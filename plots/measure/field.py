@@ -2,7 +2,7 @@
 
     bash run.sh field                               makes .venv-field first, then calls this
     bash run.sh field --algorithm ppo --rounds 3
-    python plots/field.py --algorithm td3 --steps 3000 --field-python .venv-field/bin/python
+    python plots/measure/field.py --algorithm td3 --steps 3000 --field-python .venv-field/bin/python
 
 Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the variant eager and the
 variant with --compile: HalfCheetah-v5, one environment, the same number of steps. SAC and TD3: one
@@ -34,6 +34,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import processes
 import run_dirs
 
 ROOT = run_dirs.ROOT
@@ -162,14 +163,12 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     """One run of `entrant` -> its numbers; ValueError says what went wrong."""
     import os
 
-    import speedup
-
     name = f"field-{options.algorithm}-{entrant.replace(' ', '-')}-seed-{seed}.log"
     log = options.out / "logs" / name
     if entrant in LIBRARIES:
         worker = ["--worker", LIBRARIES[entrant], "--algorithm", options.algorithm]
         worker += ["--steps", str(options.steps)]
-        command = [options.field_python, "plots/field.py", *worker, "--seed", str(seed)]
+        command = [options.field_python, "plots/measure/field.py", *worker, "--seed", str(seed)]
     else:
         settings = ALGORITHMS[options.algorithm]
         flags = {"--env-id": settings.env_id, "--seed": seed, "--total-timesteps": options.steps}
@@ -178,12 +177,12 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
         command += [str(part) for flag in flags.items() for part in flag]
     load, what = os.getloadavg(), f"{entrant} round {seed}"
-    status = speedup.run_logged(command, log, progress, {"PYTHONUNBUFFERED": "1"})
+    status = processes.run_logged(command, log, progress, {"PYTHONUNBUFFERED": "1"})
     if entrant in LIBRARIES:
-        text = speedup.read_log(status, log, what, Path.read_text)
+        text = processes.read_log(status, log, what, Path.read_text)
         result = json.loads(text.rstrip().rpartition("\n")[2])
     else:
-        run = speedup.read_log(status, log, what)
+        run = processes.read_log(status, log, what)
         result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
         result |= {"run": run_dirs.shown(run.path), "config": run.config}
     return {"command": shlex.join(["python", *command[1:]]), "load_average": load, **result}
@@ -257,12 +256,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not (ROOT / options.field_python).exists():
         parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
 
-    import speedup  # here, because the worker's environment need not have what it needs
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     entrants = settings.entrants
     try:
-        rounds, failures = speedup.take_turns(entrants, options, measure)
+        rounds, failures = processes.take_turns(entrants, options, measure)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -273,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
         hardware, rows = run_dirs.machine(configs), summarize(rounds, entrants)
         loads = [result["load_average"][0] for result in results]
         hardware["load_average_1min"] = {"min": min(loads), "max": max(loads)}
-        command = f"python plots/field.py --algorithm {options.algorithm} "
+        command = f"python plots/measure/field.py --algorithm {options.algorithm} "
         command += f"--rounds {options.rounds} --steps {options.steps}"
         above = [f"Field benchmark: {command}", *run_dirs.describe(hardware)]
         above.append(f"{settings.env_id}, {options.steps:,} environment steps per run")

@@ -1,12 +1,12 @@
 """The scaling study: what CartPole costs when there are 1 to a million of them.
 
     bash run.sh study                           sets up, then all of it: about half an hour
-    python plots/env_scaling.py steps blocks    only these parts
-    python plots/env_scaling.py --quick         a few points of each, in minutes
-    python plots/env_scaling.py figures --out plots/results/env_scaling_cpu    drawn from a record
+    python plots/measure/env_scaling.py steps blocks    only these parts
+    python plots/measure/env_scaling.py --quick         a few points of each, in minutes
+    python plots/measure/env_scaling.py figures --out plots/results/env_scaling_cpu
 
 After "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). The arms are those of
-plots/env_arms.py; one that cannot run here is named with the reason. One at a time:
+plots/measure/env_arms.py; one that cannot run here is named with the reason. One at a time:
 
     limits      what the machine can do: bytes/s of a copy, FLOP/s of a matrix product
     steps       seconds of one step of all environments against their number. A straight line
@@ -42,8 +42,8 @@ from pathlib import Path
 
 import env_arms
 import numpy as np
+import processes
 import run_dirs
-import speedup
 import torch
 from env_arms import ARMS, LEARNERS, Arm, Stepper
 
@@ -250,18 +250,18 @@ def run_training(
     log = options.out.parent / "logs" / f"{name}.log"
     worker = ["--train", back_end, "--seed", str(seed), "--flags", json.dumps(flags)]
     worker += ["--started", str(time.time()), "--stop-after", str(stop_after)]
-    command = [sys.executable, "plots/env_scaling.py", *worker]
+    command = [sys.executable, "plots/measure/env_scaling.py", *worker]
     with tempfile.TemporaryDirectory() as cache:
         environment = {"PYTHONUNBUFFERED": "1"}
         environment |= {"TORCHINDUCTOR_CACHE_DIR": cache} if cold else {}
-        status = speedup.run_logged(command, log, lambda steps: None, environment)
+        status = processes.run_logged(command, log, lambda steps: None, environment)
     if status:
         raise ValueError(
             f"{back_end}, seed {seed}: exit status {status}, see {run_dirs.shown(log)}:\n"
-            + speedup.last_lines(log)
+            + processes.last_lines(log)
         )
     result = json.loads(log.read_text().rstrip().rpartition("\n")[2])
-    run_dir = speedup.run_directory(log)
+    run_dir = processes.run_directory(log)
     stages = json.loads((run_dir / "stages.json").read_text())
     result |= {name: stages[name] for name in ("sps_steady", "sps_inclusive", "warmup_seconds")}
     result["config"] = run_dirs.read_config(run_dir)
@@ -527,7 +527,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"-- {name}", flush=True)
             said = [
                 "python",
-                "plots/env_scaling.py",
+                "plots/measure/env_scaling.py",
                 *(sys.argv[1:] if arguments is None else arguments),
             ]
             head = {"command": shlex.join(said), "machine": machine()}

@@ -1,7 +1,7 @@
 """What does the stopwatch cost? Runs with it against runs that it does not instrument.
 
-    python plots/overhead.py                        every script, 3 seeds; files in plots/out/
-    python plots/overhead.py --only 'ppo_cont*'     of every 'SCRIPT ROW', those that match
+    python plots/measure/overhead.py   every script, 3 seeds; files in plots/out/
+    python plots/measure/overhead.py --only 'ppo_cont*'     of every 'SCRIPT ROW', those that match
 
 Per script, row and seed two runs of the same length: one with --stopwatch off, which counts steps
 and reads the clock twice, and one with --stopwatch time, the default. (A trace takes no part: what
@@ -28,6 +28,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import processes
 import run_dirs
 import speedup
 import tqdm
@@ -70,16 +71,16 @@ def measure(job: Job, side_by_side: bool, logs: Path) -> dict:
         cores = sorted(os.sched_getaffinity(0))[:2]
         for core, name in zip(cores[:: (-1) ** job.seed], pair, strict=True):
             pair[name] = ["taskset", "-c", str(core), *pair[name]]
-        with speedup.logged(pair["off"], files["off"], environment) as one:
-            with speedup.logged(pair["on"], files["on"], environment) as other:
+        with processes.logged(pair["off"], files["off"], environment) as one:
+            with processes.logged(pair["on"], files["on"], environment) as other:
                 statuses = {"off": one.wait(), "on": other.wait()}
     else:
         statuses = {}
         for name, command in pair.items():
-            with speedup.logged(command, files[name], environment) as child:
+            with processes.logged(command, files[name], environment) as child:
                 statuses[name] = child.wait()
     runs = {
-        name: speedup.read_log(statuses[name], log, f"{job.name}, stopwatch {name},")
+        name: processes.read_log(statuses[name], log, f"{job.name}, stopwatch {name},")
         for name, log in files.items()
     }
     off, on = (1 / runs[name].stages["sps_steady"] for name in ("off", "on"))
@@ -171,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
     if pairs:
-        command = f"python plots/overhead.py --seeds {options.seeds}"
+        command = f"python plots/measure/overhead.py --seeds {options.seeds}"
         command += f" --only '{options.only}'" if options.only != "*" else ""
         how = "side by side, one core each" if side_by_side else "one after the other"
         record = merge(former(options.out / "overhead.json"), pairs, command)

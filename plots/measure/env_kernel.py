@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import run_dirs  # noqa: F401  so that Python finds leanrl
+import processes  # noqa: F401  so that Python finds leanrl
 import torch
 
 from leanrl.ppo_cartpole_gpu import CartPole

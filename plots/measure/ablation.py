@@ -1,8 +1,8 @@
 """What each trick buys: a script against itself with one trick taken away, side by side.
 
-    python plots/ablation.py --algorithm ppo            minutes; files in plots/out/
-    python plots/ablation.py --algorithm td3 --rounds 3
-    python plots/ablation.py --algorithm sac --row baseline     what plain eager code gains by
+    python plots/measure/ablation.py --algorithm ppo            minutes; files in plots/out/
+    python plots/measure/ablation.py --algorithm td3 --rounds 3
+    python plots/measure/ablation.py --algorithm sac --row baseline   what plain eager code gains by
 
 HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too), the variant eager or the
 baseline. In rounds: the whole script, then without one trick after the other, with what one would
@@ -25,6 +25,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import processes
 import run_dirs
 
 ROOT = run_dirs.ROOT
@@ -448,15 +449,14 @@ def work(algorithm: str, row: str, trick: str, seed: int, steps: int) -> None:
 
 def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dict:
     """One run without `trick` -> its numbers; ValueError says what went wrong."""
-    import speedup
 
     number = [WHOLE, *TRICKS[options.algorithm, options.row]].index(trick)
     stem = f"ablation-{options.algorithm}-{options.row}-{number}-seed-{seed}"
     log = options.out / "logs" / f"{stem}.log"
-    command = [sys.executable, "plots/ablation.py", "--algorithm", options.algorithm]
+    command = [sys.executable, "plots/measure/ablation.py", "--algorithm", options.algorithm]
     command += ["--row", options.row, "--worker", trick]
     command += ["--seed", str(seed), "--steps", str(options.steps)]
-    run = speedup.run_and_read(command, log, progress, f"{trick!r} round {seed}")
+    run = processes.run_and_read(command, log, progress, f"{trick!r} round {seed}")
     result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
     return result | {"command": shlex.join(["python", *command[1:]]), "config": run.config}
 
@@ -519,12 +519,10 @@ def main(arguments: list[str] | None = None) -> int:
         work(options.algorithm, options.row, options.worker, options.seed, options.steps)
         return 0
 
-    import speedup
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tricks = [WHOLE, *TRICKS[options.algorithm, options.row]]
     try:
-        rounds, failures = speedup.take_turns(tricks, options, measure)
+        rounds, failures = processes.take_turns(tricks, options, measure)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -532,7 +530,7 @@ def main(arguments: list[str] | None = None) -> int:
     configs = [result["config"] for results in rounds for result in results.values()]
     if configs:
         hardware, rows = run_dirs.machine(configs), summarize(rounds, tricks)
-        command = f"python plots/ablation.py --algorithm {options.algorithm} "
+        command = f"python plots/measure/ablation.py --algorithm {options.algorithm} "
         command += f"--row {options.row} --rounds {options.rounds} --steps {options.steps}"
         above = [f"Tricks taken away one at a time: {command}", *run_dirs.describe(hardware)]
         above.append(f"HalfCheetah-v5, {options.steps:,} environment steps per run")

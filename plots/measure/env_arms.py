@@ -1,9 +1,9 @@
 """The arms of the scaling study: CartPole-v1 in N environments, by everyone who can step them.
 
-`plots/env_scaling.py` measures them. An arm's `make(num_envs, work)` is a context that yields a
-`Stepper`: a function that makes so many steps of all environments with random actions drawn
-beforehand, each arm as its users would call it. `work` repeats the arithmetic of a step: so many
-steps of Euler's method of a `work`-th of the time each, which no compiler can leave out.
+`plots/measure/env_scaling.py` measures them. An arm's `make(num_envs, work)` is a context that
+yields a `Stepper`: a function that makes so many steps of all environments with random actions
+drawn beforehand, each arm as its users would call it. `work` repeats the arithmetic of a step: so
+many steps of Euler's method of a `work`-th of the time each, which no compiler can leave out.
 """
 
 import importlib.util
