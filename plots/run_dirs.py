@@ -7,6 +7,7 @@ it, or is damaged, empty or half written, is passed over with its name and the r
 import functools
 import json
 import logging
+import math
 import os
 import re
 import statistics
@@ -175,18 +176,34 @@ def read_run(path: Path) -> Run:
     raise (problems or [ValueError("ended before its warm-up did: no steady steps/s")])[0]
 
 
+def check_numbers(value, name: str) -> None:
+    """ValueError unless all that a stopwatch reports as numbers are finite ones, or unknown."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if key not in ("mode", "file"):
+                check_numbers(part, f"{name} {key}")
+    elif isinstance(value, list):
+        for part in value:
+            check_numbers(part, name)
+    elif value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise ValueError(f"has {name} {value!r}, which is no finite number")
+
+
 def read_part(path: Path, before: int) -> tuple[Run, str]:
     """The part of a run that began after `before` steps, and what is missing to its end, if any."""
     suffix = f"_{before}.json" if before else ".json"
     try:
         run = Run(path, read_config(path, suffix), read_json(path / f"stages{suffix}"))
+        check_numbers(run.stages, f"stages{suffix}:")
         args = run.config["args"]
         run.row, run.script, run.env_id, run.hardware  # noqa: B018  they read what they need
         steps = before + round(run.stages["sps_inclusive"] * run.stages["wall_seconds"])
-        run.stages["sps_steady"]  # noqa: B018
+        round(run.stages["sps_steady"] or 0)
+        for name in ("window", "stages", "gpu", "trace"):
+            dict(run.stages.get(name) or {})
         whole = args.get("num_steps", 1) * args.get("num_envs", 1)  # PPO ends with a whole rollout
         ended = steps >= 0.99 * (args["total_timesteps"] // whole * whole)
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError):
+    except (KeyError, TypeError, AttributeError, ArithmeticError, IndexError):
         raise ValueError("holds the files of some other program") from None
     return run, "" if ended else f"stopped after {steps} of {args['total_timesteps']} steps"
 
@@ -202,19 +219,22 @@ def find_runs(paths: list[Path]) -> list[Path]:
 
     found = set()
     for path in paths:
-        files = (path / name for name in ("config.json", "stages.json", "variant.json"))
-        for each in [path] if any(file.exists() for file in files) else directories(path):
+        files = ("config.json", "stages.json", "variant.json", "events.out.tfevents.*")
+        for each in [path] if any(any(path.glob(name)) for name in files) else directories(path):
             of_variant = (each / "variant.json").exists()
             found |= (of_variant and directories(each / "runs")) or {each}
     return sorted(found, key=lambda path: (path.name.rpartition("__")[2].zfill(12), path.name))
 
 
-def read_runs(paths: list[Path]) -> tuple[list[Run], list[str]]:
-    """The runs at or below `paths`, and for each directory that is none what is wrong with it."""
+def read_runs(paths: list[Path], read=read_run) -> tuple[list[Run], list[str]]:
+    """The runs at or below `paths`, and for each directory that is none what is wrong with it.
+
+    `read(path)` makes a run of a directory or raises ValueError.
+    """
     runs, skipped = [], []
     for path in find_runs(paths):
         try:
-            runs.append(read_run(path))
+            runs.append(read(path))
         except ValueError as reason:
             skipped.append(f"{shown(path)} {reason}")
     skipped += [f"{shown(path)} does not exist" for path in paths if not path.exists()]
@@ -374,7 +394,7 @@ def write_report(
     stem.parent.mkdir(parents=True, exist_ok=True)
     markdown, record_file = (stem.with_name(f"{stem.name}.{kind}") for kind in ("md", "json"))
     below = [*below, f"files: {shown(markdown)}, {shown(record_file)}"]
-    print("\n".join(["", *above, "", as_text(table, labels), "", *below]))
     lists = ["\n".join(f"- {line}" for line in lines) for lines in (above, below)]
     markdown.write_text(f"{lists[0]}\n\n{as_markdown(table, labels)}\n\n{lists[1]}\n")
     record_file.write_text(json.dumps(record, indent=2) + "\n")
+    print("\n".join(["", *above, "", as_text(table, labels), "", *below]))
