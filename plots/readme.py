@@ -200,12 +200,22 @@ def breakdown() -> str:
 
 
 def overhead() -> str:
-    from overhead import cells
-
+    """Pairs of runs with the stopwatch and without it."""
     rows = record("overhead_cpu")["rows"]
+    times = {"off_seconds": "off us", "on_seconds": "with us", "corrected_seconds": "corrected us"}
+    times = {name: title for name, title in times.items() if name in rows[0]}
+    table = [["script", "row", *times.values(), "bias", "min-max", "seeds"]]
+    for row in rows:
+        line = [row["script"], row["row"], *(four_digits(1e6 * row[name]) for name in times)]
+        low, mean, high = (f"{row['bias'][name]:+.1%}" for name in ("min", "mean", "max"))
+        table.append([*line, mean, f"{low} to {high}", str(row["seeds"])])
     worst = max(abs(row["bias"]["mean"]) for row in rows)
     said = f"The largest mean bias is {worst:.1%} (`overhead_cpu.md`)."
-    return f"{as_markdown(cells(rows), labels=2)}\n\n{said}\n"
+    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
+
+
+def four_digits(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
 
 
 def learning() -> str:
@@ -245,31 +255,25 @@ def learning() -> str:
 
 def environments() -> str:
     """Steps/s of environments alone, and what training gets of them."""
-    import env_scaling
-    from env_scaling import (
-        STEP_BYTES,
-        describe_turning,
-        distinct,
-        medians,
-        turning_point,
-    )
+    from env_tables import STEP_BYTES, describe_turning, distinct, medians, turning_point
+    from env_tables import short as with_unit
 
     found = record("env_scaling_cpu")
     part, shown = found["steps"], (1, 64, 4096, 65_536, 1_048_576)
     table = [["environments", *(f"{n:,}" for n in shown), "turning point"]]
     for arm in distinct(part["rows"], "arm"):
         seconds = medians(part["rows"], arm=arm)
-        line = [arm, *(env_scaling.short(n / seconds[n]) if n in seconds else "-" for n in shown)]
+        line = [arm, *(with_unit(n / seconds[n]) if n in seconds else "-" for n in shown)]
         fit = turning_point(list(seconds), list(seconds.values())) if len(seconds) > 2 else None
         table.append([*line, describe_turning(fit, list(seconds)) if fit else "-"])
     most = found["limits"]["devices"]["cpu"]["bytes_per_second"] / STEP_BYTES
-    said = f"Memory allows {env_scaling.short(most)} steps/s; processes end at 32."
+    said = f"Memory allows {with_unit(most)} steps/s; processes end at 32."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
 def training() -> str:
     """PPO on environments that are tensors or kernels, from the study's own tables."""
-    from env_scaling import tables
+    from env_tables import tables
 
     found = dict(tables(record("env_scaling_cpu")))
     (heading,) = (name for name in found if name.startswith("Training"))

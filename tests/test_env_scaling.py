@@ -8,6 +8,7 @@ import sys
 
 import env_arms
 import env_scaling
+import env_tables
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -157,20 +158,20 @@ def test_the_turning_point_is_found():
     numbers = [4**k for k in range(11)]
     generator = np.random.default_rng(0)
     seconds = [(2e-5 + 1e-9 * n) * generator.uniform(0.95, 1.05) for n in numbers]
-    fit = env_scaling.turning_point(numbers, seconds)
+    fit = env_tables.turning_point(numbers, seconds)
     assert fit["flat"] == pytest.approx(2e-5, rel=0.1)
     assert fit["per_env"] == pytest.approx(1e-9, rel=0.1)
     assert fit["turning"] == pytest.approx(20_000, rel=0.2)
-    assert env_scaling.describe_turning(fit, numbers) == f"{fit['turning']:,.0f}"
+    assert env_tables.describe_turning(fit, numbers) == f"{fit['turning']:,.0f}"
 
 
 def test_flat_and_linear_times_have_no_turning_point():
     numbers = [1, 10, 100, 1000]
     for seconds in ([5.0] * 4, [0.1 * n for n in numbers]):
-        fit = env_scaling.turning_point(numbers, seconds)
+        fit = env_tables.turning_point(numbers, seconds)
         inside = fit["turning"] and 1 < fit["turning"] < 1000
         assert not inside, fit
-        assert env_scaling.describe_turning(fit, numbers) in ("none", "below 1", "above 1,000")
+        assert env_tables.describe_turning(fit, numbers) in ("none", "below 1", "above 1,000")
 
 
 @pytest.mark.parametrize("best", [1, 32, 64, 96, 192, 1024])
@@ -214,7 +215,7 @@ def test_the_bytes_per_step():
     envs.step(torch.zeros(1000, dtype=torch.int64))
     state, lengths = envs.state, envs.lengths  # read as well as written
     found = sum(x.nbytes for x in (*seen, state, lengths) if x is not envs.episodes) - 8
-    assert found == 1000 * env_scaling.STEP_BYTES
+    assert found == 1000 * env_tables.STEP_BYTES
 
 
 # The report
@@ -263,8 +264,7 @@ def test_a_solved_run_ends(stop_after, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "evaluate", lambda *arguments: next(solved))
     flags = {"num_envs": 64, "num_steps": 8, "total_timesteps": 6 * 512, "eval_every": 512}
-    settings = {"started": 0.0, "stop_after": stop_after, "seed": 1, "flags": json.dumps(flags)}
-    env_scaling.train("tensors", argparse.Namespace(**settings))
+    env_scaling.train("tensors", 1, flags, started=0.0, stop_after=stop_after)
     result = json.loads(capsys.readouterr().out.rstrip().rpartition("\n")[2])
     assert [value for _, value in result["curve"]][-1] == {1: 480.0, 2: 490.0, 999: 500.0}[
         stop_after
@@ -290,7 +290,7 @@ def test_tables_say_what_the_record_says():
         "limits": {"devices": {"cpu": {"bytes_per_second": 1e9, "flops": 1e6}}},
         "train": {"machine": machine, "rows": rows, "flop_per_step": 1000},
     }
-    (_, limits), (_, training) = env_scaling.tables(record)
+    (_, limits), (_, training) = env_tables.tables(record)
     assert limits[1] == ["cpu", "1 G", "1 M"]
     assert training[1] == ["Gymnasium sync", "15", "10-20", "0.25x", "1.00x", "1.5%"]
     assert training[2][-3:] == ["1.00x", "4.00x", "6.0%"]

@@ -2,17 +2,19 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import overhead
 import processes
 import pytest
 import run_dirs
 import speedup
 from conftest import ROOT
-from fake_runs import SCRIPT, config, machine, make_run, stages
+from fake_runs import SCRIPT, config, machine, make_run, report, stages
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_no_speedup_without_a_baseline(tmp_path, capsys):
         (None, "has no stages.json"),
         (stages(90, steps=500), "stopped after 500 of 1000 steps"),
         (stages(None), "no steady steps/s"),
-        ({"some": "json"}, "some other program"),
+        ({"some": 3}, "some other program"),
     ],
 )
 def test_an_unfinished_run_is_named_and_does_not_count(runs, tmp_path, capsys, found, why):
@@ -198,7 +200,7 @@ def stand_ins(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "ROOT", root)
         monkeypatch.setattr(module, "this_machine", machine)
     monkeypatch.setattr(run_dirs, "versions", lambda packages: {"torch": "2.13.0"})
-    monkeypatch.setattr(speedup, "draw_figures", lambda runs, out: None)
+    monkeypatch.setattr(speedup, "draw_figures", lambda runs, rows, out: None)
     return root
 
 
@@ -208,7 +210,11 @@ def test_a_failing_run_is_named_and_the_others_count(stand_ins, tmp_path, capsys
     assert speedup.main([protocol, "--seeds", "2", "--out", str(out)]) == 1
     record = json.loads((out / "speedup.json").read_text())
     counts = {row["row"]: len(row["runs"]) for row in record["rows"] if "runs" in row}
-    assert counts == {"baseline": 2, "eager": 2, "compile": 1}
+    others = {} if protocol == "--quick" else {"eager": 2}
+    assert counts == {"baseline": 2, **others, "compile": 1}
+    assert len(record["traced"]) == len(counts)  # a run of its own for each row
+    paths = {path for row in record["rows"] for path in row.get("runs", ())}
+    assert not paths & set(record["traced"])
     assert record["command"] == f"python plots/measure/speedup.py {protocol} --seeds 2"
     error = capsys.readouterr().err
     assert f"FAILED: {SCRIPT} compile seed 2" in error and "exit status 3" in error
@@ -238,7 +244,7 @@ def test_the_full_protocol_goes_on_where_it_stopped(stand_ins, tmp_path, capsys)
 def test_runs_of_other_machines_and_versions_are_not_kept(stand_ins, tmp_path, monkeypatch):
     call = ["--full", "--seeds", "1", "--only", "*baseline", "--out", str(tmp_path / "out")]
     assert speedup.main(call) == 0
-    jobs = speedup.make_jobs([SCRIPT], ["baseline"], 1)
+    jobs = speedup.make_jobs([SCRIPT], ["baseline"], 1, "full")
     assert list(speedup.finished(jobs, machine())) == [jobs[0].name]
     for other in ({"gpu": "H"}, {"cpu": {"model": "X"}}):
         assert not speedup.finished(jobs, machine() | other)
@@ -249,14 +255,14 @@ def test_runs_of_other_machines_and_versions_are_not_kept(stand_ins, tmp_path, m
 def test_only_narrows_and_refuses_what_matches_nothing(stand_ins, tmp_path, capsys):
     out = ["--out", str(tmp_path / "out")]
     assert speedup.main(["--quick", "--seeds", "1", "--only", "sac* [be]*", *out]) == 0
-    assert len(list((stand_ins / "runs").iterdir())) == 2
+    assert len(list((stand_ins / "runs").iterdir())) == 4  # baseline, eager, and each traced
     with pytest.raises(SystemExit):
         speedup.main(["--full", "--only", "dqn*", *out])
     assert "matches no 'SCRIPT ROW'" in capsys.readouterr().err
 
 
 def test_rows_take_turns(stand_ins):
-    jobs = speedup.make_jobs([SCRIPT], ["baseline", "eager", "compile"], 2)
+    jobs = speedup.make_jobs([SCRIPT], ["baseline", "eager", "compile"], 2, "full")
     assert [job.row for job in jobs] == ["baseline", "eager", "compile"] * 2
     assert [job.seed for job in jobs] == [1] * 3 + [2] * 3
     assert {job.steps for job in jobs} == {1000}
@@ -267,10 +273,12 @@ def test_the_protocols_find_every_pair():
         path.stem.removesuffix(run_dirs.VARIANT)
         for path in (ROOT / "leanrl").glob(f"*{run_dirs.VARIANT}.py")
     }
-    assert scripts == set(speedup.SHORT) and set(speedup.QUICK) < scripts
+    assert scripts <= set(speedup.SCRIPTS) and set(speedup.QUICK) < scripts
+    lengths = ("full", "quick", "traced")
     for script in scripts:
-        full, short = (speedup.make_jobs([script], ["baseline"], 1, s)[0] for s in (False, True))
-        assert (ROOT / full.command[1]).exists() and full.steps > short.steps > 0
+        jobs = [speedup.make_jobs([script], ["baseline"], 1, length)[0] for length in lengths]
+        assert (ROOT / jobs[0].command[1]).exists() and len({job.name for job in jobs[1:]}) == 2
+        assert jobs[0].steps >= jobs[1].steps > jobs[2].steps > 0
 
 
 def test_an_interrupt_ends_the_running_child(tmp_path):
@@ -301,5 +309,72 @@ def test_progress_and_last_lines_of_a_log(tmp_path):
     log.write_text(
         " 10%|#| 100/1000 [00:01<00:09]\r 20%|#| 200/1000 [00:02<00:08]\nTraceback\nboom\n"
     )
-    assert processes.steps_done(log) == 200
+    assert processes.progress_in(log) == (200, "")
+    log.write_text(log.read_text() + "| 300/1000 [00:03<00:07, 98.70step/s, return 1,024.5]")
+    assert processes.progress_in(log) == (300, "98.70step/s, return 1,024.5")
     assert processes.last_lines(log) == "    Traceback\n    boom"
+
+
+def test_one_bar_names_run_speed_and_return_and_ends_full(tmp_path, capsys):
+    log = tmp_path / "log"
+
+    def measure(progress):
+        log.write_text("| 300/1000 [00:03<00:07, 98.70step/s, return 1,024.5]")
+        progress(log)
+        return "done"
+
+    def fail(progress):
+        raise ValueError("what went wrong")
+
+    turns = [processes.Turn("one", 1000, 5.0, measure), processes.Turn("two", 10, 1.0, fail)]
+    assert processes.make_all(turns) == ({"one": "done"}, ["what went wrong"])
+    bar = capsys.readouterr().err
+    assert "1/2 one: 98.70step/s, return 1,024.5" in bar and "25% |" in bar  # 0.3 of 5 of 6
+    assert "2/2 two" in bar and "left" in bar and "100% |" in bar.rpartition("\r")[2]
+
+
+def test_a_closed_pipe_is_no_traceback():
+    """More than a pipe holds, and as little as Python flushes only at its end."""
+    for length in (10**6, 10):
+        code = f"import processes; processes.start(lambda: print('x' * {length}))"
+        command = f'{sys.executable} -c "{code}" | true; echo ${{PIPESTATUS[0]}}'
+        folder = ROOT / "plots/measure"
+        done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_speedups_are_drawn(tmp_path, runs):
+    pytest.importorskip("matplotlib")
+    found = [run_dirs.read_run(path) for path in run_dirs.find_runs([runs])]
+    rows = speedup.summarize(found, list(run_dirs.ROWS))
+    speedup.draw_speedups(rows, found, tmp_path)
+    drawn = (tmp_path / "speedup.svg").read_text()
+    assert "2.50x" in drawn and "SAC" in drawn and (tmp_path / "speedup.png").exists()
+
+
+# The stopwatch's overhead
+
+
+def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
+    job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", "--total-timesteps", "9"], 9)
+    job.command.extend(overhead.TRACED)
+    pair = overhead.commands(job)
+    assert pair["off"][2:4] == pair["on"][2:4] == ["--total-timesteps", "18"]
+    assert pair["off"][-2:] == ["--stopwatch", "off"] and "--stopwatch" not in pair["on"]
+    folder = tmp_path / "runs"
+    off = make_run(folder, 1, config(stopwatch="off"), stages(100.0))
+    on = make_run(folder, 2, config(), report(100 / 1.04))
+    code = "print('run directory: {}')"
+    words = {path: [sys.executable, "-c", code.format(path)] for path in (off, on)}
+    pair = {"off": words[off], "on": words[on]}
+    monkeypatch.setattr(overhead, "commands", lambda job: dict(pair))
+    result = overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")
+    assert result["bias"] == pytest.approx(0.04)
+    (row,) = overhead.summarize([result, result | {"bias": -0.01}])
+    assert row["bias"]["min"] == -0.01 and row["seeds"] == 2
+    assert len({len(line) for line in overhead.cells([row])}) == 1
+    if shutil.which("taskset"):
+        assert overhead.measure(job, True, tmp_path / "logs")["off_seconds"] == 0.01
+    pair["on"] = [sys.executable, "-c", "raise SystemExit('what went wrong')"]
+    with pytest.raises(ValueError, match="(?s)stopwatch on, ended with exit status 1.*what went"):
+        overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")

@@ -19,16 +19,12 @@ Written to plots/out/: ablation_ALGORITHM_ROW.md, .json, and logs/. Exit status 
 
 import argparse
 import importlib
-import shlex
-import signal
-import statistics
 import sys
-from pathlib import Path
 
 import processes
+import rounds
 import run_dirs
 
-ROOT = run_dirs.ROOT
 WHOLE = "all tricks"
 SETTINGS = {
     "sac": {"learning_starts": 500, "total_timesteps": 2_500},
@@ -449,68 +445,29 @@ def work(algorithm: str, row: str, trick: str, seed: int, steps: int) -> None:
 
 def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dict:
     """One run without `trick` -> its numbers; ValueError says what went wrong."""
-
     number = [WHOLE, *TRICKS[options.algorithm, options.row]].index(trick)
     stem = f"ablation-{options.algorithm}-{options.row}-{number}-seed-{seed}"
-    log = options.out / "logs" / f"{stem}.log"
     command = [sys.executable, "plots/measure/ablation.py", "--algorithm", options.algorithm]
     command += ["--row", options.row, "--worker", trick]
     command += ["--seed", str(seed), "--steps", str(options.steps)]
+    log = options.out / "logs" / f"{stem}.log"
     run = processes.run_and_read(command, log, progress, f"{trick!r} round {seed}")
-    result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
-    return result | {"command": shlex.join(["python", *command[1:]]), "config": run.config}
+    return processes.numbers(run, command)
 
 
-def summarize(rounds: list[dict], tricks: list[str]) -> list[dict]:
-    """One dict per trick from rounds {trick: result}, in which a failed one is missing."""
-    rows = []
-    for trick in tricks:
-        pairs = [(r[trick], r[WHOLE]) for r in rounds if trick in r and WHOLE in r]
-        if not pairs:
-            rows.append({"without": trick, "skipped": "no finished run"})
-            continue
-        speeds = [(one["sps_steady"], whole["sps_steady"]) for one, whole in pairs]
-        rows.append(
-            {
-                "without": trick,
-                "sps_steady": run_dirs.spread([one for one, _ in speeds]),
-                "of_whole": statistics.median(one / whole for one, whole in speeds),
-                "worth_us": run_dirs.spread([1e6 / one - 1e6 / whole for one, whole in speeds]),
-                "warmup_seconds": run_dirs.spread([one["warmup_seconds"] for one, _ in pairs]),
-            }
-        )
-    return rows
+def summarize(results: list[dict], tricks: list[str]) -> list[dict]:
+    return rounds.summarize(results, "without", "of_whole", dict.fromkeys(tricks, WHOLE))
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["without", "steps/s", "min-max", "of whole", "worth us/step", "warm-up s"]]
-    for row in rows:
-        if "skipped" in row:
-            table.append([row["without"], f"skipped: {row['skipped']}", *[""] * 4])
-            continue
-        steady = row["sps_steady"]
-        table.append(
-            [
-                row["without"] if row["without"] != WHOLE else "(nothing)",
-                f"{steady['median']:,.0f}",
-                f"{steady['min']:,.0f}-{steady['max']:,.0f}",
-                f"{row['of_whole']:.2f}x",
-                f"{row['worth_us']['median']:,.0f}" if row["without"] != WHOLE else "",
-                f"{row['warmup_seconds']['median']:.1f}",
-            ]
-        )
-    return table
+    worth = {"worth us/step": lambda row: rounds.middle(row["worth_us"])}
+    return rounds.cells(rows, "without", {"of whole": rounds.ratio("of_whole"), **worth})
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = rounds.make_parser(__doc__)
     parser.add_argument("--algorithm", choices=SETTINGS, default="ppo")
     parser.add_argument("--row", choices=("compile", "eager", "baseline"), default="compile")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="environment steps per run")
-    parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
     parser.add_argument("--worker", help="internal: one run, without this trick")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
@@ -518,31 +475,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         work(options.algorithm, options.row, options.worker, options.seed, options.steps)
         return 0
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     tricks = [WHOLE, *TRICKS[options.algorithm, options.row]]
-    try:
-        rounds, failures = processes.take_turns(tricks, options, measure)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-
-    configs = [result["config"] for results in rounds for result in results.values()]
-    if configs:
-        hardware, rows = run_dirs.machine(configs), summarize(rounds, tricks)
-        command = f"python plots/measure/ablation.py --algorithm {options.algorithm} "
-        command += f"--row {options.row} --rounds {options.rounds} --steps {options.steps}"
-        above = [f"Tricks taken away one at a time: {command}", *run_dirs.describe(hardware)]
-        above.append(f"HalfCheetah-v5, {options.steps:,} environment steps per run")
-        record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
-        record |= {"rounds": rounds, "failures": failures}
-        below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
-        report = options.out / f"ablation_{options.algorithm}_{options.row}"
-        run_dirs.write_report(report, above, cells(rows), below, record, labels=1)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return int(bool(failures))
+    results, failures = rounds.take_turns(tricks, options, measure)
+    rows = summarize(results, tricks)
+    command = processes.call("ablation.py", options, "algorithm", "row", "rounds", "steps")
+    record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
+    name, above = f"ablation_{options.algorithm}_{options.row}", ["Tricks taken away one at a time"]
+    return rounds.report(name, above, cells(rows), record, options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.start(main)

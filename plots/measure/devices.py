@@ -23,16 +23,13 @@ costs. Written to plots/out/: devices_TASK.md, .json and logs/. Exit status 1 if
 """
 
 import argparse
-import shlex
-import signal
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import processes
+import rounds
 import run_dirs
-from run_dirs import ROOT, shown, spread
 
 STEPS = {"continuous": 500_000, "atari": 16 * 8 * 128}
 LAST = 10  # episodes whose mean is a run's return
@@ -80,9 +77,9 @@ def measure(row: str, seed: int, options: argparse.Namespace, progress) -> dict:
     command = [*options.commands[row], "--seed", str(seed)]
     command += ["--total-timesteps", str(options.steps), "--exp-name", stem]  # no run of a table
     run = processes.run_and_read(command, log, progress, f"{row!r} round {seed}")
+    result = processes.numbers(run, command)
     waits = {name: f"charts/{name}_waits_seconds" for name in ("learner", "collector")}
     series = run_dirs.read_series(run.path, ["charts/episodic_return", *waits.values()])
-    result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
     if "charts/episodic_return" in series:
         result["return"] = statistics.fmean(series["charts/episodic_return"].values[-LAST:])
     for name, tag in waits.items():
@@ -91,8 +88,7 @@ def measure(row: str, seed: int, options: argparse.Namespace, progress) -> dict:
             begin = 2  # the rollout with which the stopwatch's window opens
             whole = seconds[-1] - seconds[begin] if len(seconds) > begin + 1 else None
             result[f"{name}_waits"] = float(waited[begin + 1 :].sum() / whole) if whole else None
-    words = [word.replace(sys.executable, "python") for word in command]
-    return result | {"command": shlex.join(words), "config": run.config}
+    return result
 
 
 def cost_of_a_process() -> int:
@@ -110,92 +106,45 @@ def cost_of_a_process() -> int:
     return free - left
 
 
-def summarize(rounds: list[dict], names: list[str]) -> list[dict]:
-    """One dict per row from rounds {row: result}, in which a failed one is missing."""
-    rows = []
-    for name in names:
-        first = name.partition(" (")[0]
-        mine = [results[name] for results in rounds if name in results]
-        if not mine:
-            rows.append({"row": name, "skipped": "no finished run"})
-            continue
-        row = {"row": name, "sps_steady": spread([result["sps_steady"] for result in mine])}
-        pairs = [(r[name], r[first]) for r in rounds if name in r and first in r]
-        ratios = [one["sps_steady"] / other["sps_steady"] for one, other in pairs]
-        row["of_first"] = statistics.median(ratios) if ratios else None
-        for key in ("return", "learner_waits", "collector_waits", "warmup_seconds"):
-            found = [result[key] for result in mine if result.get(key) is not None]
-            row[key] = spread(found) if found else None
-        rows.append(row)
-    return rows
+def summarize(results: list[dict], names: list[str]) -> list[dict]:
+    references = {name: name.partition(" (")[0] for name in names}
+    others = ("return", "learner_waits", "collector_waits")
+    return rounds.summarize(results, "row", "of_first", references, others)
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["row", "steps/s", "min-max", "of first", "return", "min-max"]]
-    table[0] += ["learner waits", "collector waits", "warm-up s"]
-    for row in rows:
-        if "skipped" in row:
-            table.append([row["row"], f"skipped: {row['skipped']}", *[""] * 7])
-            continue
-        steady, returns = row["sps_steady"], row["return"]
-        line = [
-            row["row"],
-            f"{steady['median']:,.0f}",
-            f"{steady['min']:,.0f}-{steady['max']:,.0f}",
-        ]
-        line.append(f"{row['of_first']:.2f}x" if row["of_first"] else "-")
-        line.append(f"{returns['mean']:,.0f}" if returns else "-")
-        line.append(f"{returns['min']:,.0f} to {returns['max']:,.0f}" if returns else "-")
-        for name in ("learner", "collector"):
-            waits = row[f"{name}_waits"]
-            line.append(f"{100 * waits['median']:.0f}%" if waits else "-")
-        table.append([*line, f"{row['warmup_seconds']['median']:.1f}"])
-    return table
+    def waits(name: str):
+        return lambda row: f"{100 * row[name]['median']:.0f}%" if row[name] else "-"
+
+    columns = {
+        "of first": rounds.ratio("of_first"),
+        "return": lambda row: rounds.middle(row["return"], "mean"),
+        "return, min-max": lambda row: rounds.ends(row["return"], " to "),
+        "learner waits": waits("learner_waits"),
+        "collector waits": waits("collector_waits"),
+    }
+    return rounds.cells(rows, "row", columns)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = rounds.make_parser(__doc__)
     parser.add_argument("--task", choices=STEPS, default="continuous")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="environment steps per run")
-    parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
     options = parser.parse_args(arguments)
     options.steps = options.steps or STEPS[options.task]
     import torch  # here, so that --help is quick
 
     gpus = torch.cuda.device_count()
     options.commands = commands(options.task, gpus)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        rounds, failures = processes.take_turns(list(options.commands), options, measure)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-
-    configs = [result["config"] for results in rounds for result in results.values()]
-    if configs:
-        hardware, rows = run_dirs.machine(configs), summarize(rounds, list(options.commands))
-        command = f"python plots/measure/devices.py --task {options.task} "
-        command += f"--rounds {options.rounds} --steps {options.steps}"
-        env_id = configs[0]["args"]["env_id"]
-        above = [f"Acting and learning on devices: {command}", *run_dirs.describe(hardware)]
-        above.append(f"{env_id}, {options.steps:,} environment steps per run")
-        record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
-        record |= {"rounds": rounds, "failures": [text.splitlines()[0] for text in failures]}
-        if gpus:
-            record["cuda_process_bytes"] = cost_of_a_process()
-            above.append(
-                f"Each CUDA process: {record['cuda_process_bytes'] / 1e6:,.0f} MB and more"
-            )
-        below = [f"logs: {shown(options.out / 'logs')}/"]
-        report = options.out / f"devices_{options.task}"
-        run_dirs.write_report(report, above, cells(rows), below, record, labels=1)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return int(bool(failures))
+    results, failures = rounds.take_turns(list(options.commands), options, measure)
+    rows = summarize(results, list(options.commands))
+    command = processes.call("devices.py", options, "task", "rounds", "steps")
+    record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
+    above = ["Acting and learning on devices"]
+    if gpus:
+        record["cuda_process_bytes"] = cost_of_a_process()
+        above.append(f"Each CUDA process: {record['cuda_process_bytes'] / 1e6:,.0f} MB and more")
+    return rounds.report(f"devices_{options.task}", above, cells(rows), record, options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.start(main)

@@ -5,10 +5,18 @@ the globals of a kernel, which is why this is a module of its own.
 """
 
 import math
+import sys
 
 import numpy as np
-from numba import cuda, float32
-from numba.cuda.random import create_xoroshiro128p_states, xoroshiro128p_uniform_float32
+
+try:
+    from numba import cuda, float32
+    from numba.cuda.random import create_xoroshiro128p_states, xoroshiro128p_uniform_float32
+except ImportError:
+    if __name__ != "__main__":
+        raise
+    print("env_numba.py needs Numba-CUDA: pip install -r requirements/study.txt", file=sys.stderr)
+    sys.exit("--help" not in sys.argv)
 
 
 @cuda.jit
@@ -63,3 +71,7 @@ class NumbaCartPole:
         ends = self.terminated, self.truncated
         arrays = self.state, self.lengths, self.generators, actions, self.obs, self.rewards, *ends
         self.kernel(*arrays, self.work)
+
+
+if __name__ == "__main__":
+    print(__doc__)  # the study, env_scaling.py, measures it

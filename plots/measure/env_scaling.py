@@ -32,7 +32,6 @@ import argparse
 import json
 import math
 import shlex
-import signal
 import statistics
 import sys
 import tempfile
@@ -41,24 +40,21 @@ from contextlib import suppress
 from pathlib import Path
 
 import env_arms
-import numpy as np
 import processes
 import run_dirs
 import torch
 from env_arms import ARMS, LEARNERS, Arm, Stepper
+from env_tables import SOLVED, tables
+from run_dirs import shown
 
 ROOT = run_dirs.ROOT
 SAMPLES = 5  # per point; the median counts
 NUMBERS = sorted({32} | {4**k for k in range(11)})  # of environments; 32 is where processes end
 WORK = [1, 3, 10, 30, 100, 300, 1000]
 PACKAGES = ["torch", "tensordict", "gymnasium", "numpy", "envpool", "stable-baselines3", "numba"]
-SOLVED = 475
 STEPS_PER_ROLLOUT = 32
 # how many a run may take; what needs more than the first is not the fastest anyway
 SEARCH_ROLLOUTS, LEARNING_ROLLOUTS = 60, 150
-# per environment: state, length, random seed (shared), action read; state, length, observation,
-# final observation, reward, return, final length, terminated, truncated and ended written
-STEP_BYTES = (16 + 4 + 8) + (16 + 4 + 16 + 16 + 4 + 4 + 4 + 3)
 # of PPO per environment step: forward passes in the rollout (both networks) and of final
 # observations (the critic), and 4 epochs of forward and backward passes, backward counting twice;
 # not for what the first layer saw
@@ -85,28 +81,6 @@ def time_steps(stepper: Stepper, seconds: float, samples: int = SAMPLES) -> list
     while (spent := spend(calls)) < seconds / samples:
         calls = math.ceil(calls * min(10, 1.2 * seconds / samples / max(spent, 1e-9)))
     return [spend(calls) / (calls * stepper.steps) for _ in range(samples)]
-
-
-def measure(arm: Arm, num_envs: int, seconds: float, work: int = 1) -> list[float]:
-    with arm.make(num_envs, work) as stepper:
-        return time_steps(stepper, seconds)
-
-
-def turning_point(num_envs: list[int], seconds: list[float]) -> dict:
-    """Fits seconds = flat + per_env * N, all errors relative -> both, N where they are equal.
-
-    Relative weights, because the times span decades: weighted least squares, solved exactly. Both
-    coefficients are at least 0; `turning` is None where one of them is 0.
-    """
-    n, t = np.array(num_envs, float), np.array(seconds)
-    columns = np.stack([1 / t, n / t], axis=1)
-    flat, per_env = np.linalg.lstsq(columns, np.ones(len(t)), rcond=None)[0]
-    if flat <= 0:
-        flat, per_env = 0.0, (columns[:, 1].sum() / np.square(columns[:, 1]).sum()).item()
-    elif per_env <= 0:
-        flat, per_env = (columns[:, 0].sum() / np.square(columns[:, 0]).sum()).item(), 0.0
-    turning = flat / per_env if flat and per_env else None
-    return {"flat": float(flat), "per_env": float(per_env), "turning": turning}
 
 
 def best_block(seconds) -> tuple[int, dict[int, float]]:
@@ -140,49 +114,42 @@ def measure_limits(options: argparse.Namespace) -> dict:
             "flops": 2 * 2048**3 / min(products),
         }
         print(f"{device}: {', '.join(f'{name} {x:.3g}' for name, x in found[device].items())}")
-    return found
+    return {"devices": found}
 
 
-def available(arms: list[Arm]) -> tuple[list[Arm], dict[str, str]]:
-    """The arms that can run here, and why the others cannot."""
+def measure_arms(arms: list[Arm], points, options: argparse.Namespace) -> dict:
+    """The arms that can run here at each of points(arm): {num_envs, perhaps work}."""
     skipped = {arm.name: why for arm in arms if (why := arm.missing())}
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
-    return [arm for arm in arms if arm.name not in skipped], skipped
-
-
-def measure_steps(options: argparse.Namespace) -> dict:
-    arms, skipped = available(ARMS)
     rows = []
-    for arm in arms:
-        for num_envs in [n for n in options.numbers if n <= arm.most]:
-            row = {"arm": arm.name, "num_envs": num_envs}
+    for arm in [arm for arm in arms if arm.name not in skipped]:
+        for point in points(arm):
+            row = {"arm": arm.name, **point}
+            said = ", ".join(f"{name} {value:,}" for name, value in point.items())
             try:
-                row["seconds"] = measure(arm, num_envs, options.seconds)
+                with arm.make(**point) as stepper:
+                    row["seconds"] = time_steps(stepper, options.seconds)
+                said += f": {statistics.median(row['seconds']) * 1e6:,.1f} us"
             except (RuntimeError, MemoryError, OSError) as error:  # does not fit
                 row["failed"] = " ".join(str(error).split())[:200]
-                print(f"{arm.name}, {num_envs:,}: {row['failed']}")
-            else:
-                speed = num_envs / statistics.median(row["seconds"])
-                print(f"{arm.name}, {num_envs:,}: {speed:,.0f} steps/s", flush=True)
+                said += f": {row['failed']}"
+            print(f"{arm.name}, {said}", flush=True)
             rows.append(row)
     return {"rows": rows, "skipped": skipped}
 
 
+def measure_steps(options: argparse.Namespace) -> dict:
+    def points(arm: Arm) -> list[dict]:
+        return [{"num_envs": n} for n in options.numbers if n <= arm.most]
+
+    return measure_arms(ARMS, points, options)
+
+
 def measure_work(options: argparse.Namespace) -> dict:
-    arms, skipped = available([arm for arm in ARMS if arm.works])
     numbers = [4**5, 4**8] + [4**10] * torch.cuda.is_available()
-    rows = []
-    for arm in arms:
-        for num_envs in numbers:
-            for work in options.work:
-                seconds = measure(arm, num_envs, options.seconds, work)
-                rows.append(
-                    {"arm": arm.name, "num_envs": num_envs, "work": work, "seconds": seconds}
-                )
-                median = statistics.median(seconds)
-                print(f"{arm.name}, {num_envs:,}, work {work}: {median * 1e6:,.0f} us", flush=True)
-    return {"rows": rows, "skipped": skipped}
+    points = [{"num_envs": n, "work": work} for n in numbers for work in options.work]
+    return measure_arms([arm for arm in ARMS if arm.works], lambda arm: points, options)
 
 
 def measure_blocks(options: argparse.Namespace) -> dict:
@@ -210,27 +177,27 @@ class Solved(Exception):
     """Ends a run, which writes its files nevertheless."""
 
 
-def train(back_end: str, options: argparse.Namespace) -> None:
+def train(back_end: str, seed: int, flags: dict, started: float, stop_after: int) -> None:
     """The worker: one run, whose last line says when it evaluated what."""
-    module, flags = env_arms.learner(back_end)
+    module, settings = env_arms.learner(back_end)
     evaluate, begun, evaluated, curve = module.evaluate, time.time(), 0.0, []
 
     def timed_evaluate(*arguments) -> float:
         nonlocal evaluated
         begin = time.time()
         result = evaluate(*arguments)
-        curve.append([begin - options.started - evaluated, result])
+        curve.append([begin - started - evaluated, result])
         evaluated += time.time() - begin
-        last = [value for _, value in curve[-options.stop_after :]]
-        if len(last) == options.stop_after and min(last) >= SOLVED:
+        last = [value for _, value in curve[-stop_after:]]
+        if len(last) == stop_after and min(last) >= SOLVED:
             raise Solved
         return result
 
     module.evaluate = timed_evaluate
-    flags = flags | json.loads(options.flags) | {"seed": options.seed}
+    settings = settings | flags | {"seed": seed, "exp_name": f"study-{back_end.replace(' ', '-')}"}
     with suppress(Solved):
-        module.main(module.Args(**flags, exp_name=f"study-{back_end.replace(' ', '-')}"))
-    print(json.dumps({"curve": curve, "startup_seconds": begun - options.started}))
+        module.main(module.Args(**settings))
+    print(json.dumps({"curve": curve, "startup_seconds": begun - started}))
 
 
 def run_training(
@@ -248,26 +215,19 @@ def run_training(
     """
     name = "-".join(["study", *back_end.split(), *map(str, flags.values()), str(seed)])
     log = options.out.parent / "logs" / f"{name}.log"
-    worker = ["--train", back_end, "--seed", str(seed), "--flags", json.dumps(flags)]
-    worker += ["--started", str(time.time()), "--stop-after", str(stop_after)]
-    command = [sys.executable, "plots/measure/env_scaling.py", *worker]
+    worker = {"back_end": back_end, "seed": seed, "flags": flags, "stop_after": stop_after}
+    worker = json.dumps(worker | {"started": time.time()})
+    command = [sys.executable, "plots/measure/env_scaling.py", "--worker", worker]
     with tempfile.TemporaryDirectory() as cache:
-        environment = {"PYTHONUNBUFFERED": "1"}
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache} if cold else {}
-        status = processes.run_logged(command, log, lambda steps: None, environment)
-    if status:
-        raise ValueError(
-            f"{back_end}, seed {seed}: exit status {status}, see {run_dirs.shown(log)}:\n"
-            + processes.last_lines(log)
-        )
+        environment = {"TORCHINDUCTOR_CACHE_DIR": cache} if cold else {}
+        status = processes.run_logged(command, log, environment=environment)
+    run_dir = processes.read_log(status, log, f"{back_end}, seed {seed}", processes.run_directory)
     result = json.loads(log.read_text().rstrip().rpartition("\n")[2])
-    run_dir = processes.run_directory(log)
-    stages = json.loads((run_dir / "stages.json").read_text())
+    stages = run_dirs.read_json(run_dir / "stages.json")
     result |= {name: stages[name] for name in ("sps_steady", "sps_inclusive", "warmup_seconds")}
+    for i, point in enumerate(result["curve"], start=1):
+        point.append(min(i * flags["eval_every"], flags["total_timesteps"]))
     result["config"] = run_dirs.read_config(run_dir)
-    if "eval_every" in flags:
-        steps = [min((i + 1) * flags["eval_every"], flags["total_timesteps"]) for i in range(999)]
-        result["curve"] = [[*point, step] for point, step in zip(result["curve"], steps)]  # noqa: B905
     return {"back_end": back_end, "seed": seed, "flags": flags, **result}
 
 
@@ -290,31 +250,32 @@ def measure_training(options: argparse.Namespace) -> dict:
     return {"rows": rows, "flop_per_step": STEP_FLOP}
 
 
-def learning_flags(num_envs: int, rollouts: int) -> dict:
+def run_learning(back_end: str, num_envs: int, seed: int, rollouts: int, options, **how) -> dict:
+    """A run that evaluates every third rollout, and when it had solved the task."""
     batch = num_envs * STEPS_PER_ROLLOUT
-    return {
-        "num_envs": num_envs,
-        "total_timesteps": rollouts * batch,
-        "eval_every": 3 * batch,
-        "eval_episodes": 100,
-    }
+    flags = {"num_envs": num_envs, "total_timesteps": rollouts * batch}
+    flags |= {"eval_every": 3 * batch, "eval_episodes": 100}
+    run = run_training(back_end, seed, flags, options, **how)
+    solved = time_to_solve(run)
+    said = f"{solved['steps']:,} steps, {solved['warm']:.2f} s" if solved else "not solved"
+    print(f"{back_end}, {num_envs:,} environments, seed {seed}: {said}", flush=True)
+    return run | {"solved": solved}
 
 
 def search_numbers(options: argparse.Namespace) -> dict:
     """Seed 0, which `learn` does not use; a run ends when it has solved the task."""
     rows, best = [], {}
     for back_end in LEARNERS:
-        for num_envs in options.learning_envs:
-            flags = learning_flags(num_envs, SEARCH_ROLLOUTS)
-            run = run_training(back_end, 0, flags, options, stop_after=1, cold=False)
-            solved = time_to_solve(run)
-            rows.append(run | {"solved": solved})
-            found = f"{solved['steps']:,} steps, {solved['warm']:.2f} s" if solved else "not solved"
-            print(f"{back_end}, {num_envs:,} environments: {found}", flush=True)
-        mine = [row for row in rows if row["back_end"] == back_end and row["solved"]]
-        fastest = min(mine, key=lambda row: row["solved"]["warm"], default=None)
+        how = {"stop_after": 1, "cold": False}
+        runs = [
+            run_learning(back_end, num_envs, 0, SEARCH_ROLLOUTS, options, **how)
+            for num_envs in options.learning_envs
+        ]
+        solved = [run for run in runs if run["solved"]]
+        fastest = min(solved, key=lambda run: run["solved"]["warm"], default=None)
         best[back_end] = fastest["flags"]["num_envs"] if fastest else None
         print(f"{back_end}: best with {best[back_end]} environments", flush=True)
+        rows += runs
     return {"rows": rows, "best": best}
 
 
@@ -322,15 +283,12 @@ def measure_learning(options: argparse.Namespace) -> dict:
     best = options.record.get("search", {}).get("best")
     if not best:
         raise SystemExit("error: learn needs the best numbers of environments: run search as well")
-    rows = []
-    for seed in range(1, options.seeds + 1):
-        for back_end, num_envs in best.items():
-            if num_envs is None:
-                continue
-            flags = learning_flags(num_envs, LEARNING_ROLLOUTS)
-            run = run_training(back_end, seed, flags, options, stop_after=2)
-            rows.append(run | {"solved": time_to_solve(run)})
-            print(f"{back_end}, seed {seed}: {rows[-1]['solved']}", flush=True)
+    rows = [
+        run_learning(back_end, num_envs, seed, LEARNING_ROLLOUTS, options, stop_after=2)
+        for seed in range(1, options.seeds + 1)
+        for back_end, num_envs in best.items()
+        if num_envs
+    ]
     return {"rows": rows}
 
 
@@ -343,132 +301,7 @@ PARTS = {
     "search": search_numbers,
     "learn": measure_learning,
 }
-
-
-# What is said of it
-
-
-def distinct(rows: list[dict], name: str) -> list:
-    """The values of `name` in the order in which the rows have them."""
-    return list(dict.fromkeys(row[name] for row in rows))
-
-
-def medians(rows: list[dict], **which) -> dict[int, float]:
-    """Median seconds by number of environments, or by work, of the rows that match."""
-    key = "work" if "num_envs" in which else "num_envs"
-    return {
-        row[key]: statistics.median(row["seconds"])
-        for row in rows
-        if "seconds" in row and all(row[name] == value for name, value in which.items())
-    }
-
-
-def short(number: float) -> str:
-    """1.23 M rather than 1,234,567."""
-    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def with_range(values: list[float], form: str) -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
-
-
-def describe_turning(fit: dict, num_envs: list[int]) -> str:
-    turning = fit["turning"]
-    if turning is None:
-        return "none"
-    if turning > max(num_envs):
-        return f"above {max(num_envs):,}"
-    return f"{turning:,.0f}" if turning > min(num_envs) else "below 1"
-
-
-def tables(record: dict) -> list[tuple[str, list[list[str]]]]:
-    """(heading, cells with a heading line, all lines as long) of each part that is there."""
-    found = []
-    if "limits" in record:
-        rows = [["device", "copy, bytes/s", "float32 FLOP/s"]]
-        for device, limits in record["limits"]["devices"].items():
-            rows.append([device, short(limits["bytes_per_second"]), short(limits["flops"])])
-        found.append(("Limits", rows))
-    if "steps" in record:
-        part = record["steps"]
-        numbers = sorted({row["num_envs"] for row in part["rows"]})
-        shown = [n for n in (1, 64, 1024, 4096, 65_536, 4**10) if n in numbers] or numbers
-        head = ["arm", *(f"steps/s at {n:,}" for n in shown), "flat, us", "ns per env", "turning"]
-        rows = [head]
-        for arm in distinct(part["rows"], "arm"):
-            seconds = medians(part["rows"], arm=arm)
-            line = [arm, *(short(n / seconds[n]) if n in seconds else "-" for n in shown)]
-            if len(seconds) > 2:
-                fit = turning_point(list(seconds), list(seconds.values()))
-                line += [f"{fit['flat'] * 1e6:,.1f}", f"{fit['per_env'] * 1e9:,.2f}"]
-                line.append(describe_turning(fit, list(seconds)))
-            rows.append(line + ["-"] * (len(head) - len(line)))
-        rows += [[arm, f"skipped: {why}"] for arm, why in part["skipped"].items()]
-        found.append(("Steps", rows))
-    if "work" in record:
-        part = record["work"]
-        works = sorted({row["work"] for row in part["rows"]})
-        rows = [["arm", "environments", *(f"us at {work:,}x" for work in works), "last / first"]]
-        for arm, num_envs in dict.fromkeys((r["arm"], r["num_envs"]) for r in part["rows"]):
-            seconds = medians(part["rows"], arm=arm, num_envs=num_envs)
-            line = [arm, f"{num_envs:,}", *(f"{seconds[work] * 1e6:,.1f}" for work in works)]
-            rows.append([*line, f"{seconds[works[-1]] / seconds[works[0]]:,.0f}x"])
-        rows += [[arm, f"skipped: {why}"] for arm, why in part["skipped"].items()]
-        found.append(("Repeated work", rows))
-    if "blocks" in record:
-        rows = [["environments", "best threads per block", "its us", "worst us"]]
-        for row in record["blocks"]["rows"]:
-            times = row["seconds"].values()
-            cells = (
-                f"{row['num_envs']:,}",
-                str(row["best"]),
-                *(f"{f(times) * 1e6:.2f}" for f in (min, max)),
-            )
-            rows.append(list(cells))
-        rows += [[name, f"skipped: {why}"] for name, why in record["blocks"]["skipped"].items()]
-        found.append(("Block sizes", rows))
-    if "train" in record:
-        part, rates = record["train"], {}
-        for row in part["rows"]:
-            rates.setdefault(row["back_end"], []).append(row["sps_steady"])
-        gpu = part["machine"]["gpu"]
-        peak = record.get("limits", {}).get("devices", {}).get("cuda" if gpu else "cpu")
-        rows = [["back end", "steps/s", "min-max", "of tensors", "of Gymnasium", "of the FLOP/s"]]
-        for back_end, mine in rates.items():
-            ratios = [
-                statistics.median(a / b for a, b in zip(mine, rates[other], strict=True))
-                for other in ("tensors", "Gymnasium sync")
-            ]
-            line = [
-                back_end,
-                f"{statistics.median(mine):,.0f}",
-                f"{min(mine):,.0f}-{max(mine):,.0f}",
-            ]
-            line += [f"{ratio:.2f}x" for ratio in ratios]
-            share = (
-                statistics.median(mine) * part["flop_per_step"] / peak["flops"] if peak else None
-            )
-            rows.append([*line, f"{share:.1%}" if share else "-"])
-        found.append(("Training", rows))
-    if "learn" in record:
-        part = record["learn"]
-        rows = [["back end", "environments", "seeds solved", "steps", "warm s", "cold s"]]
-        for back_end in distinct(part["rows"], "back_end"):
-            mine = [row for row in part["rows"] if row["back_end"] == back_end]
-            solved = [row["solved"] for row in mine if row["solved"]]
-            line = [back_end, f"{mine[0]['flags']['num_envs']:,}", f"{len(solved)} of {len(mine)}"]
-            for name, form in (("steps", ",.0f"), ("warm", ".2f"), ("cold", ".1f")):
-                values = [each[name] for each in solved]
-                line.append(with_range(values, form) if values else "-")
-            rows.append(line)
-        found.append(("Learning: first evaluation of at least 475", rows))
-    return [
-        (heading, [row + [""] * (len(rows[0]) - len(row)) for row in rows])
-        for heading, rows in found
-    ]
+ALL_PARTS = [*PARTS, "figures"]
 
 
 def write(record: dict, stem: Path) -> None:
@@ -491,67 +324,56 @@ def machine() -> dict:
     return run_dirs.machine([here | {"versions": run_dirs.versions(PACKAGES)}])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join([*PARTS, "figures"]))
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = processes.make_parser(__doc__)
+    parser.set_defaults(out=ROOT / "plots/out/env_scaling")
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(ALL_PARTS))
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     parser.add_argument("--rounds", type=int, default=3, help="of train")
     parser.add_argument("--seeds", type=int, default=5, help="of learn")
-    parser.add_argument("--out", type=Path, default=ROOT / "plots/out/env_scaling")
-    for name, kind, default in (("train", str, None), ("seed", int, 1), ("flags", str, "{}")):
-        parser.add_argument(f"--{name}", type=kind, default=default, help=argparse.SUPPRESS)
-    parser.add_argument("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
-    parser.add_argument("--stop-after", type=int, default=999, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help="internal: one training run, as JSON")
     options = parser.parse_args(arguments)
-    if options.train:
-        train(options.train, options)
-        return 0
-    for part in options.parts:
-        if part not in PARTS and part != "figures":
-            parser.error(f"no part {part!r}: choose from {', '.join([*PARTS, 'figures'])}")
-    quick = options.quick
-    options.numbers = [1, 64, 4096] if quick else NUMBERS
-    options.work, options.seconds = ([1, 10] if quick else WORK), (0.05 if quick else 0.5)
-    options.rollouts = 2 if quick else 10
-    options.learning_envs = [64] if quick else [64, 512, 4096]
-    parts = options.parts or [*PARTS, "figures"]
+    unknown = set(options.parts) - set(ALL_PARTS)
+    if unknown:
+        parser.error(f"no part {unknown.pop()!r}: choose from {', '.join(ALL_PARTS)}")
+    options.parts = options.parts or ALL_PARTS
+    options.numbers, options.work, options.seconds = NUMBERS, WORK, 0.5
+    options.rollouts, options.learning_envs = 10, [64, 512, 4096]
+    if options.quick:
+        options.numbers, options.work, options.seconds = [1, 64, 4096], [1, 10], 0.05
+        options.rollouts, options.learning_envs = 2, [64]
+    return options
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    options.out = options.out.resolve()
-    file = options.out.with_suffix(".json")
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.worker:
+        train(**json.loads(options.worker))
+        return 0
+    stem, file = options.out, options.out.with_suffix(".json")
     options.record = json.loads(file.read_text()) if file.exists() else {}
+    said = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "plots/measure/env_scaling.py", *said])
     try:
-        for name in [part for part in PARTS if part in parts]:
+        for name in [part for part in PARTS if part in options.parts]:
             print(f"-- {name}", flush=True)
-            said = [
-                "python",
-                "plots/measure/env_scaling.py",
-                *(sys.argv[1:] if arguments is None else arguments),
-            ]
-            head = {"command": shlex.join(said), "machine": machine()}
-            found = PARTS[name](options)
-            options.record[name] = head | ({"devices": found} if name == "limits" else found)
-            write(options.record, options.out)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+            head = {"command": command, "machine": machine()}
+            options.record[name] = head | PARTS[name](options)
+            write(options.record, stem)
     except ValueError as failure:
-        print(f"FAILED: {failure}", file=sys.stderr)
-        return 1
+        return processes.say_failures([str(failure)])
     for heading, rows in tables(options.record):
         print(f"\n{heading}\n{run_dirs.as_text(rows, labels=1)}")
-    if "figures" in parts:
+    if "figures" in options.parts:
         import env_figures
 
-        if not options.record:
-            parser.error(f"no record {run_dirs.shown(file)}: run the other parts first")
-        for path in env_figures.draw(options.record, options.out):
-            print(f"figure: {run_dirs.shown(path)}")
-    print(f"files: {run_dirs.shown(file)}, {run_dirs.shown(options.out.with_suffix('.md'))}")
+        for path in env_figures.draw(options.record, stem):
+            print(f"figure: {shown(path)}")
+    if not options.record:
+        return processes.say_failures([f"no record {shown(file)}: run the other parts first"])
+    print(f"files: {shown(file)}, {shown(stem.with_suffix('.md'))}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.start(main)

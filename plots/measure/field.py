@@ -27,17 +27,14 @@ Written to plots/out/: field_ALGORITHM.md, .json, and logs/. Exit status 1 if a 
 import argparse
 import json
 import shlex
-import signal
-import statistics
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import processes
+import rounds
 import run_dirs
-
-ROOT = run_dirs.ROOT
 
 LIBRARIES = {"Stable-Baselines3": "sb3", "SBX": "sbx"}
 OURS = {  # name -> what follows the script's name
@@ -161,133 +158,65 @@ def work(library: str, algorithm: str, steps: int, seed: int) -> None:
 
 def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> dict:
     """One run of `entrant` -> its numbers; ValueError says what went wrong."""
-    import os
-
+    settings, what = ALGORITHMS[options.algorithm], f"{entrant} round {seed}"
     name = f"field-{options.algorithm}-{entrant.replace(' ', '-')}-seed-{seed}.log"
     log = options.out / "logs" / name
     if entrant in LIBRARIES:
-        worker = ["--worker", LIBRARIES[entrant], "--algorithm", options.algorithm]
-        worker += ["--steps", str(options.steps)]
-        command = [options.field_python, "plots/measure/field.py", *worker, "--seed", str(seed)]
+        flags = {"--worker": LIBRARIES[entrant], "--algorithm": options.algorithm}
+        flags |= {"--steps": options.steps, "--seed": seed}
+        command = [options.field_python, "plots/measure/field.py"]
     else:
-        settings = ALGORITHMS[options.algorithm]
         flags = {"--env-id": settings.env_id, "--seed": seed, "--total-timesteps": options.steps}
         flags |= settings.ours
         suffix, *switches = settings.rows[entrant]
         command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
-        command += [str(part) for flag in flags.items() for part in flag]
-    load, what = os.getloadavg(), f"{entrant} round {seed}"
-    status = processes.run_logged(command, log, progress, {"PYTHONUNBUFFERED": "1"})
-    if entrant in LIBRARIES:
-        text = processes.read_log(status, log, what, Path.read_text)
-        result = json.loads(text.rstrip().rpartition("\n")[2])
-    else:
-        run = processes.read_log(status, log, what)
-        result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
-        result |= {"run": run_dirs.shown(run.path), "config": run.config}
-    return {"command": shlex.join(["python", *command[1:]]), "load_average": load, **result}
+    command += [str(part) for flag in flags.items() for part in flag]
+    if entrant not in LIBRARIES:
+        return processes.numbers(processes.run_and_read(command, log, progress, what), command)
+    status = processes.run_logged(command, log, progress)
+    text = processes.read_log(status, log, what, Path.read_text)
+    result = json.loads(text.rstrip().rpartition("\n")[2])
+    return {"command": shlex.join(["python", *command[1:]]), **result}
 
 
-def summarize(rounds: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
-    """One dict per entrant from rounds {entrant: result}, in which a failed one is missing."""
-    reference, rows = next(iter(LIBRARIES)), []
-    for entrant in entrants:
-        results = [results[entrant] for results in rounds if entrant in results]
-        if not results:
-            rows.append({"entrant": entrant, "skipped": "no finished run"})
-            continue
-        ratios = [
-            results[entrant]["sps_steady"] / results[reference]["sps_steady"]
-            for results in rounds
-            if entrant in results and reference in results
-        ]
-        rows.append(
-            {
-                "entrant": entrant,
-                "sps_steady": run_dirs.spread([result["sps_steady"] for result in results]),
-                "ratio_to_sb3": statistics.median(ratios) if ratios else None,
-                "warmup_seconds": run_dirs.spread([result["warmup_seconds"] for result in results]),
-                "runs": len(results),
-            }
-        )
-    return rows
+def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
+    reference = next(iter(LIBRARIES))
+    return rounds.summarize(results, "entrant", "ratio_to_sb3", dict.fromkeys(entrants, reference))
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["implementation", "steps/s", "min-max", "of SB3", "warm-up s", "runs"]]
-    for row in rows:
-        if "skipped" in row:
-            table.append([row["entrant"], f"skipped: {row['skipped']}", *[""] * 4])
-            continue
-        steady, ratio = row["sps_steady"], row["ratio_to_sb3"]
-        table.append(
-            [
-                row["entrant"],
-                f"{steady['median']:,.1f}",
-                f"{steady['min']:,.1f}-{steady['max']:,.1f}",
-                f"{ratio:.2f}x" if ratio else "-",
-                f"{row['warmup_seconds']['median']:.1f}",
-                str(row["runs"]),
-            ]
-        )
-    return table
+    columns = {"of SB3": rounds.ratio("ratio_to_sb3"), "runs": lambda row: str(row["runs"])}
+    return rounds.cells(rows, "entrant", columns)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = rounds.make_parser(__doc__)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
-    parser.add_argument("--steps", type=int, help="environment steps per run; sac, td3: 3000")
     parser.add_argument("--field-python", default=".venv-field/bin/python")
-    parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     settings = ALGORITHMS[options.algorithm]
     options.steps = options.steps or settings.steps
-    least = settings.steady_after
-    if options.steps <= least:
-        parser.error(f"--steps {options.steps}: the first {least} are warm-up")
+    if options.steps <= settings.steady_after:
+        parser.error(f"--steps {options.steps}: the first {settings.steady_after} are warm-up")
     if options.worker:
         work(options.worker, options.algorithm, options.steps, options.seed)
         return 0
-    if not (ROOT / options.field_python).exists():
+    if not (run_dirs.ROOT / options.field_python).exists():
         parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    entrants = settings.entrants
-    try:
-        rounds, failures = processes.take_turns(entrants, options, measure)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-
-    results = [result for results in rounds for result in results.values()]
-    configs = [result["config"] for result in results if "config" in result]
-    if configs:
-        hardware, rows = run_dirs.machine(configs), summarize(rounds, entrants)
-        loads = [result["load_average"][0] for result in results]
-        hardware["load_average_1min"] = {"min": min(loads), "max": max(loads)}
-        command = f"python plots/measure/field.py --algorithm {options.algorithm} "
-        command += f"--rounds {options.rounds} --steps {options.steps}"
-        above = [f"Field benchmark: {command}", *run_dirs.describe(hardware)]
-        above.append(f"{settings.env_id}, {options.steps:,} environment steps per run")
-        for library in settings.libraries:
-            for worker in [results[library] for results in rounds if library in results][:1]:
-                found = ", ".join(f"{name} {number}" for name, number in worker["versions"].items())
-                where = f"{worker['device']}, {worker['torch_threads']} torch threads"
-                above.append(f"{library}: Python {worker['python']}, {found}; {where}")
-        record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
-        record |= {"rounds": rounds, "failures": failures}
-        below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
-        report = options.out / f"field_{options.algorithm}"
-        run_dirs.write_report(report, above, cells(rows), below, record, labels=1)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return int(bool(failures))
+    results, failures = rounds.take_turns(settings.entrants, options, measure)
+    rows = summarize(results, settings.entrants)
+    command = processes.call("field.py", options, "algorithm", "rounds", "steps")
+    record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
+    above = ["Field benchmark"]
+    for library in settings.libraries:
+        for worker in [result[library] for result in results if library in result][:1]:
+            found = ", ".join(f"{name} {number}" for name, number in worker["versions"].items())
+            where = f"{worker['device']}, {worker['torch_threads']} torch threads"
+            above.append(f"{library}: Python {worker['python']}, {found}; {where}")
+    return rounds.report(f"field_{options.algorithm}", above, cells(rows), record, options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.start(main)

@@ -1,30 +1,74 @@
-"""What the programs here share: runs in processes of their own, whose output goes to a log.
+"""What the programs here share: a command line, and runs in processes of their own.
 
-Importing it first also makes the modules of plots/ importable.
+Importing it makes the modules of plots/ and leanrl importable.
 """
 
 import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from run_dirs import ROOT, Run, read_run, shown, this_machine  # noqa: E402
 
+# The command line
 
-def steps_done(log: Path) -> int:
-    """How far the run that writes `log` is, by the last progress bar in it."""
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser whose --help is the program's docstring, with the option that all have."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
+    return parser
+
+
+def call(program: str, options: argparse.Namespace, *names: str) -> str:
+    """The command line that makes the same measurement again; --out does not matter."""
+    words = [f"python plots/measure/{program}"]
+    for name in names:
+        if getattr(options, name) is not None:
+            words.append(shlex.join([f"--{name}", str(getattr(options, name))]))
+    return " ".join(words)
+
+
+def start(main: Callable[[], int]) -> None:
+    """Calls `main` and exits; Ctrl-C, SIGTERM and a closed pipe end the running child as well."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        try:
+            status = main()
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\ninterrupted; the runs so far are in runs/", file=sys.stderr)
+        status = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        status = 1
+    sys.exit(status)
+
+
+# One run
+
+
+def progress_in(log: Path) -> tuple[int, str]:
+    """Steps that the run that writes `log` has made, and its speed and return, by its own bar."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
-        found = re.findall(rb"(\d+)/\d+ \[", file.read())
-    return int(found[-1]) if found else 0
+        found = re.findall(rb"(\d+)/\d+ \[([^\]\r\n]*)", file.read())
+    steps, said = found[-1] if found else (0, b"")
+    return int(steps), said.decode(errors="replace").partition(", ")[2].strip()
 
 
 def last_lines(log: Path, count: int = 12) -> str:
@@ -47,7 +91,7 @@ def logged(command: list[str], log: Path, environment: dict | None = None):
         child = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -69,13 +113,14 @@ def logged(command: list[str], log: Path, environment: dict | None = None):
                     (run_directory(log) / "machine.json").write_text(machine)
 
 
-def run_logged(command: list[str], log: Path, progress, environment: dict | None = None) -> int:
-    """Exit status of `command`, whose output goes to `log`; calls progress(steps) meanwhile."""
+def run_logged(command: list[str], log: Path, progress=None, environment=None) -> int:
+    """Exit status of `command`, whose output goes to `log`; calls progress(log) meanwhile."""
     with logged(command, log, environment) as child:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=0.5)
-            progress(steps_done(log))
+            if progress:
+                progress(log)
 
 
 def run_directory(log: Path) -> Path:
@@ -96,32 +141,54 @@ def read_log(status: int, log: Path, what: str, read=lambda log: read_run(run_di
         raise ValueError(f"{what} {reason}, see {shown(log)}:\n{last_lines(log)}") from None
 
 
-def run_and_read(
-    command: list[str], log: Path, progress, what: str, environment: dict | None = None
-) -> Run:
+def run_and_read(command: list[str], log: Path, progress, what: str, environment=None) -> Run:
     """The run that `command` makes, which is `what`; ValueError says what went wrong with it."""
     return read_log(run_logged(command, log, progress, environment), log, what)
 
 
-def take_turns(names: list[str], options: argparse.Namespace, measure) -> tuple[list, list]:
-    """Calls measure(name, seed, options, progress) for all names, round after round, one at a time.
+def numbers(run: Run, command: list[str]) -> dict:
+    """What a comparison keeps of a run."""
+    words = [word.replace(sys.executable, "python") for word in command]
+    result = {key: run.stages[key] for key in ("sps_steady", "warmup_seconds")}
+    return result | {"command": shlex.join(words), "config": run.config}
 
-    Returns the rounds, {name: result} each, and for each call that raised ValueError what it says.
-    """
-    rounds, failures = [], []
-    with tqdm.tqdm(total=options.rounds * len(names) * options.steps, unit="step") as bar:
-        for seed in range(1, options.rounds + 1):
-            rounds.append({})
-            for i, name in enumerate(names):
-                done = ((seed - 1) * len(names) + i) * options.steps
-                bar.set_postfix_str(f"round {seed}/{options.rounds}: {name}")
 
-                def progress(steps: int, done=done) -> None:
-                    bar.update(max(done + steps, bar.n) - bar.n)
+# Many runs
 
-                try:
-                    rounds[-1][name] = measure(name, seed, options, progress)
-                except ValueError as failure:
-                    failures.append(str(failure))
-                progress(options.steps)
-    return rounds, failures
+
+class Turn(NamedTuple):
+    """A run to make. Its weight is its share of the progress bar: about how long it takes."""
+
+    name: str
+    steps: int
+    weight: float
+    measure: Callable  # progress -> result; ValueError says what went wrong
+
+
+def make_all(turns: list[Turn]) -> tuple[dict, list[str]]:
+    """Makes the runs one after the other -> {name: result}, and what went wrong with the others."""
+    results, failures, before = {}, [], 0.0
+    form = "{percentage:3.0f}% |{bar:20}| {elapsed}, {remaining} left{postfix}"
+    with tqdm.tqdm(total=sum(turn.weight for turn in turns), bar_format=form) as bar:
+        for number, turn in enumerate(turns, start=1):
+            title = f"{number}/{len(turns)} {turn.name}"
+            bar.set_postfix_str(title)
+
+            def progress(log: Path, turn=turn, title=title, before=before) -> None:
+                steps, said = progress_in(log)
+                bar.n = before + turn.weight * min(steps / turn.steps, 1)
+                bar.set_postfix_str(f"{title}: {said}" if said else title)
+
+            try:
+                results[turn.name] = turn.measure(progress)
+            except ValueError as failure:
+                failures.append(str(failure))
+            before += turn.weight
+            bar.n = before
+    return results, failures
+
+
+def say_failures(failures: list[str]) -> int:
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return int(bool(failures))

@@ -1,16 +1,17 @@
-"""The speed-up table and the figures: each algorithm as it is, rewritten, compiled and captured.
+"""The speed-up table and its figures: each algorithm as it is, rewritten, compiled and captured.
 
-    python plots/measure/speedup.py --quick   three scripts, two short runs per row: minutes
+    python plots/measure/speedup.py --quick                 three scripts, a run per row: minutes
     python plots/measure/speedup.py --full                  every script, 3 seeds, full length: days
     python plots/measure/speedup.py --full --only 'ppo*compile' --seeds 1 --steps 100000
     python plots/measure/speedup.py --table-only runs/...   table and figures of runs that exist
 
 Every run is a process of its own, one at a time, and the rows take turns (A B C, A B C), so that
-the drift of a shared machine hits all alike; round n has seed n. --full goes on where it stopped:
-a run that is finished, with the same command, on the same machine and versions, by a script that
-has not changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches. In --quick each
-run ends with a traced part, in --full each row with a short traced run, for plots/breakdown.py. All
-numbers come from config.json and stages.json of the runs:
+the drift of a shared machine hits all alike; round n has seed n. --quick makes runs that are just
+long enough to learn something, and leaves out the row eager. --full goes on where it stopped: a run
+that is finished, with the same command, on the same machine and versions, by a script that has not
+changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches, of all scripts and rows.
+What a step's time is spent on comes from a short run per row that is traced and whose speed does
+not count. All numbers come from config.json and stages.json of the runs:
 
     steps/s         mean over the seeds, and range, of the steady environment steps per second
     speed-up        ratio of that mean to the baseline's
@@ -19,24 +20,22 @@ numbers come from config.json and stages.json of the runs:
                     empty (--table-only, --full: as the run found it), `best` the fastest
     all steps/s     mean of all steps / all seconds
 
-Written to plots/out/: speedup.md and .json, the figures of plots/curves.py and
-plots/breakdown.py, and logs/ with what each run printed. Exit status 1 if a run failed; the others
-count nevertheless.
+Written to plots/out/: speedup.md and .json, the figures speedup, curves_learning and
+breakdown_stages with what else plots/curves.py and plots/breakdown.py make of the runs, and logs/
+with what each run printed. Exit status 1 if a run failed; the others count nevertheless.
 """
 
 import argparse
 import fnmatch
 import re
-import shlex
-import signal
 import sys
 import tempfile
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import processes
 import run_dirs
-import tqdm
 from run_dirs import (
     FREE_ARGS,
     ROWS,
@@ -51,22 +50,41 @@ from run_dirs import (
 
 ROOT = run_dirs.ROOT
 QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
-SHORT = {  # flags of a run that is just long enough for the steady window and the trace
-    "sac_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1000},
-    "td3_continuous_action": {"--learning-starts": 300, "--total-timesteps": 1000},
-    "ppo_continuous_action": {"--total-timesteps": 8 * 2048},
-    "ppo_continuous_action_async": {"--total-timesteps": 12 * 2048},
-    "ppo_atari_envpool": {"--total-timesteps": 8 * 8 * 128},
-    "ppo_atari_envpool_multigpu": {"--total-timesteps": 8 * 8 * 128},
-    "ppo_cartpole_gpu": {"--total-timesteps": 8 * 4096 * 32},
-    "ppo_pendulum_gpu": {"--total-timesteps": 8 * 4096 * 16},
-}
 TRACED = ["--stopwatch", "trace"]
 
 
-@dataclass
-class Job:
-    """A run to make: its row of the table, its command, and how far its progress bar goes."""
+class Lengths(NamedTuple):
+    """Flags of a script's runs, and about how many steps/s it makes, for the progress bar."""
+
+    quick: dict  # long enough that the learning curve rises
+    traced: dict  # just long enough for the steady window and the trace
+    speed: int
+
+
+def steps(quick: int, traced: int, speed: int) -> Lengths:
+    return Lengths({"--total-timesteps": quick}, {"--total-timesteps": traced}, speed)
+
+
+OFF_POLICY = Lengths(
+    {"--learning-starts": 1000, "--total-timesteps": 8000},
+    {"--learning-starts": 300, "--total-timesteps": 1000},
+    100,
+)
+SCRIPTS = {
+    "sac_continuous_action": OFF_POLICY,
+    "td3_continuous_action": OFF_POLICY,
+    "ppo_continuous_action": steps(52 * 2048, 8 * 2048, 2000),
+    "ppo_continuous_action_async": steps(52 * 2048, 12 * 2048, 2000),
+    "ppo_atari_envpool": steps(32 * 8 * 128, 8 * 8 * 128, 300),
+    "ppo_atari_envpool_multigpu": steps(32 * 8 * 128, 8 * 8 * 128, 300),
+    "ppo_cartpole_gpu": steps(32 * 4096 * 32, 8 * 4096 * 32, 200_000),
+    "ppo_mujoco_gpu": steps(128 * 64 * 64, 12 * 64 * 64, 10_000),
+    "ppo_pendulum_gpu": steps(32 * 4096 * 16, 8 * 4096 * 16, 200_000),
+}
+
+
+class Job(NamedTuple):
+    """A run to make: its row of the table, its command and its length."""
 
     script: str
     row: str
@@ -90,17 +108,17 @@ def traced(run: Run) -> bool:
     return run.config["args"].get("stopwatch") == "trace"
 
 
-def summarize(runs: list[Run]) -> list[dict]:
-    """One dict per script and row, as in speedup.json; a row without runs says why in `skipped`."""
+def summarize(runs: list[Run], names: list[str]) -> list[dict]:
+    """One dict per script and row of `names`; a row without runs says why in `skipped`."""
     rows = []
     for script in dict.fromkeys(run.script for run in runs):
         baseline = None
-        for row, flags in ROWS.items():
+        for row in names:
             mine = [run for run in runs if (run.script, run.row) == (script, row)]
             if not mine:
                 on_cpu = all(run.config["gpu"] is None for run in runs)
-                no_device = "--cudagraphs" in flags and on_cpu
-                reason = "no CUDA device" if no_device else "no finished run"
+                captured = "--cudagraphs" in ROWS[row]
+                reason = "no CUDA device" if captured and on_cpu else "no finished run"
                 rows.append({"script": script, "row": row, "skipped": reason})
                 continue
             steady = spread([run.stages["sps_steady"] for run in mine])
@@ -148,28 +166,24 @@ def cells(rows: list[dict]) -> list[list[str]]:
     return table
 
 
+def make_run(job: Job, logs: Path, caches: str, progress) -> Run:
+    """The run; ValueError says what went wrong with it."""
+    log = logs / f"{job.name.replace(' ', '-')}.log"
+    cache = Path(caches, f"{job.script}-{job.row}")  # empty, so that `first` is a cold start
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    return processes.run_and_read(job.command, log, progress, job.name, environment)
+
+
 def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
     """Makes the runs one after the other; the finished ones, and for each other one what it was."""
-    runs, failures, done = [], [], 0
-    total = sum(job.steps for job in jobs)
-    with tempfile.TemporaryDirectory() as caches, tqdm.tqdm(total=total, unit="step") as bar:
-        for number, job in enumerate(jobs, start=1):
-            bar.set_postfix_str(f"run {number}/{len(jobs)}: {job.name}")
-            log = logs / f"{job.name.replace(' ', '-')}.log"
-
-            def progress(steps: int, done=done, job=job) -> None:
-                bar.update(max(done + min(steps, job.steps), bar.n) - bar.n)
-
-            cache = Path(caches, f"{job.script}-{job.row}")  # so that `first` is a cold start
-            environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
-            try:
-                run = processes.run_and_read(job.command, log, progress, job.name, environment)
-                runs.append(run)
-            except ValueError as failure:
-                failures.append(str(failure))
-            progress(job.steps)
-            done += job.steps
-    return runs, failures
+    with tempfile.TemporaryDirectory() as caches:
+        turns = []
+        for job in jobs:
+            seconds = 10 + job.steps / SCRIPTS[job.script].speed
+            make = partial(make_run, job, logs, caches)
+            turns.append(processes.Turn(job.name, job.steps, seconds, make))
+        results, failures = processes.make_all(turns)
+    return list(results.values()), failures
 
 
 def total_timesteps(script: Path) -> int:
@@ -178,38 +192,40 @@ def total_timesteps(script: Path) -> int:
 
 
 def make_jobs(
-    scripts: list[str], rows: list[str], seeds: int, short: bool = False, steps: int | None = None
+    scripts: list[str], rows: list[str], seeds: int, length: str, steps: int | None = None
 ) -> list[Job]:
-    """Round by round, so that the rows of a script take turns; `short` runs are traced ones."""
+    """Round by round, so that rows take turns; `length` is that of Lengths, or full."""
     jobs = []
     for seed in range(1, seeds + 1):
         for script in scripts:
             for row in rows:
                 file = f"leanrl/{script}{'' if row == 'baseline' else VARIANT}.py"
-                flags = dict(SHORT[script]) if short else {}
+                flags = {} if length == "full" else dict(getattr(SCRIPTS[script], length))
                 if steps:
                     flags["--total-timesteps"] = steps
                 command = [sys.executable, file, "--seed", str(seed), *ROWS[row]]
                 command += [str(word) for flag in flags.items() for word in flag]
-                length = flags.get("--total-timesteps") or total_timesteps(ROOT / file)
-                jobs.append(Job(script, row, seed, command + TRACED * short, length))
+                command += TRACED if length == "traced" else []
+                count = flags.get("--total-timesteps") or total_timesteps(ROOT / file)
+                jobs.append(Job(script, row, seed, command, count))
     return jobs
+
+
+def protocol_rows(options: argparse.Namespace) -> list[str]:
+    """The rows that the table has, whether this machine can make them or not."""
+    return [row for row in ROWS if row != "eager" or options.only or not options.quick]
 
 
 def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     """All runs of --quick or --full that --only lets through and this machine can make."""
     variants = sorted((ROOT / "leanrl").glob(f"*{VARIANT}.py"))
     scripts = [path.stem.removesuffix(VARIANT) for path in variants]
-    rows = [row for row, flags in ROWS.items() if cuda or "--cudagraphs" not in flags]
-    for row in ROWS:
-        if row not in rows:
-            print(f"skipped: {row}, no CUDA device")
-    if options.quick:
-        scripts = [name for name in scripts if options.only or name in QUICK]
-        jobs = make_jobs(scripts, rows, options.seeds or 2, True, options.steps)
-    else:
-        jobs = make_jobs(scripts, rows, options.seeds or 3, False, options.steps)
-        jobs += make_jobs(scripts, rows, 1, True)
+    if options.quick and not options.only:
+        scripts = [script for script in QUICK if script in scripts]
+    rows = [row for row in protocol_rows(options) if cuda or "--cudagraphs" not in ROWS[row]]
+    length, seeds = ("quick", 1) if options.quick else ("full", 3)
+    jobs = make_jobs(scripts, rows, options.seeds or seeds, length, options.steps)
+    jobs += make_jobs(scripts, rows, 1, "traced")
     only = options.only or "*"
     return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
 
@@ -229,57 +245,89 @@ def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
     return kept
 
 
-def draw_figures(runs: list[Run], out: Path) -> None:
-    """What plots/curves.py and plots/breakdown.py make of these runs."""
+def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> None:
+    """A bar per row, as high as its speed-up, a group per script: speedup.png and .svg."""
+    import curves
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in rows if row.get("speedup")]
+    scripts = list(dict.fromkeys(row["script"] for row in rows))
+    figure, ax = plt.subplots(figsize=(2 + 2 * len(scripts), 4), layout="constrained")
+    for row in rows:
+        mine = [other["row"] for other in rows if other["script"] == row["script"]]
+        width = 0.8 / len(mine)
+        x = scripts.index(row["script"]) + (mine.index(row["row"]) - (len(mine) - 1) / 2) * width
+        ax.bar(x, row["speedup"], 0.95 * width, color=curves.COLOURS[row["row"]])
+        said = f"{row['row']}\n{row['speedup']:.2f}x\n{row['sps_steady']['mean']:,.0f}/s"
+        ax.annotate(said, (x, row["speedup"]), ha="center", va="bottom", fontsize=7)
+    ax.set_xticks(range(len(scripts)), [run_dirs.label(script) for script in scripts])
+    ax.set_ylabel("steps/s, baseline = 1")
+    ax.margins(y=0.2)
+    ax.spines[["top", "right"]].set_visible(False)
+    curves.headline(figure, "Speed-up in steady state", runs)
+    curves.save(figure, out / "speedup")
+
+
+def draw_figures(runs: list[Run], rows: list[dict], out: Path) -> None:
+    """What this program, plots/curves.py and plots/breakdown.py make of these runs."""
     try:
         import breakdown
         import curves
     except ImportError as missing:
         print(f"no figures: {missing}; pip install -r requirements/plots.txt", file=sys.stderr)
         return
-    breakdown.write(runs, out)
-    curves.write(timed(runs), out)
+    files = breakdown.write(runs, out)
+    files += curves.write(timed(runs), out)
+    if any(row.get("speedup") for row in rows):
+        draw_speedups(rows, runs, out)
+    names = [out / f"{name}.png" for name in ("curves_learning", "speedup", "breakdown_stages")]
+    print(f"figures: {', '.join(shown(name) for name in names if name.exists())}")
 
 
-def write_table(runs: list[Run], failures: list[str], protocol: str, call: str, out: Path) -> None:
-    """speedup.md and .json."""
-    command = f"python plots/measure/speedup.py {call}"
-    record = {"schema": 1, "protocol": protocol, "command": command}
-    record |= {"machine": run_dirs.machine([run.config for run in runs])}
-    record |= {"rows": summarize(runs), "failures": failures}
-    settings = {run.script: run.config["args"] for run in runs}
-    record["settings"] = {
-        script: {key: value for key, value in args.items() if key not in FREE_ARGS}
-        for script, args in settings.items()
+def write_table(
+    runs: list[Run], rows: list[dict], failures: list[str], protocol: str, call: str, out: Path
+) -> None:
+    """speedup.md and .json, with the speeds of those runs that were not traced."""
+    spent = timed(runs)
+    settings = {run.script: run.config["args"] for run in spent}
+    record = {
+        "schema": 1,
+        "protocol": protocol,
+        "command": call,
+        "machine": run_dirs.machine([run.config for run in spent]),
+        "rows": rows,
+        "failures": failures,
+        "settings": {
+            script: {key: value for key, value in args.items() if key not in FREE_ARGS}
+            for script, args in settings.items()
+        },
+        "traced": [shown(run.path) for run in runs if traced(run)],
     }
-    above = [f"Speed-up table ({protocol}): {command}", *run_dirs.describe(record["machine"])]
-    for script, args in record["settings"].items():
+    above = [f"Speed-up table ({protocol}): {call}", *run_dirs.describe(record["machine"])]
+    for script, args in settings.items():
         length = f"{args['total_timesteps']:,} environment steps per run"
         above.append(f"{script}: {args['env_id']}, {length}")
     below = [f"runs: {', '.join(sorted({shown(run.path.parent) for run in runs}))}/"]
     if (out / "logs").exists():
         below.append(f"logs: {shown(out / 'logs')}/")
-    run_dirs.write_report(out / "speedup", above, cells(record["rows"]), below, record)
+    run_dirs.write_report(out / "speedup", above, cells(rows), below, record)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.make_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}; short runs")
+    what.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}; minutes")
     what.add_argument("--full", action="store_true", help="every script at full length")
     what.add_argument("--table-only", nargs="+", type=Path, metavar="RUNS_DIR", help="run nothing")
     parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
-    parser.add_argument("--seeds", type=int, help="runs per row (quick: 2, full: 3)")
+    parser.add_argument("--seeds", type=int, help="runs per row (quick: 1, full: 3)")
     parser.add_argument("--steps", type=int, help="environment steps per run")
-    parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
     options = parser.parse_args(arguments)
 
-    failures = []
+    failures: list[str] = []
     if options.table_only:
-        protocol = "table only"
-        call = shlex.join(["--table-only", *map(shown, options.table_only)])
+        protocol, call = "table only", "python plots/measure/speedup.py --table-only "
+        call += " ".join(map(shown, options.table_only))
         runs, skipped = read_runs(options.table_only)
         for line in skipped:
             print(f"skipped: {line}", file=sys.stderr)
@@ -291,35 +339,23 @@ def main(arguments: list[str] | None = None) -> int:
         if not jobs:
             parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
         protocol = "quick" if options.quick else "full"
-        call = " ".join([f"--{protocol}", *(shlex.join(words) for words in given(options))])
+        call = processes.call(f"speedup.py --{protocol}", options, "only", "seeds", "steps")
         kept = finished(jobs, here) if options.full else {}
         for name, run in kept.items():
             print(f"kept: {name}, {shown(run.path)}")
         jobs = [job for job in jobs if job.name not in kept]
         print(f"{len(jobs)} runs, {sum(job.steps for job in jobs):,} environment steps in all")
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            runs, failures = run_all(jobs, options.out / "logs")
-        except KeyboardInterrupt:
-            print("\ninterrupted; the runs so far are in runs/", file=sys.stderr)
-            return 130
+        runs, failures = run_all(jobs, options.out / "logs")
         runs = [*kept.values(), *runs]
 
     if reason := incomparable(timed(runs)):
         parser.error(f"these runs make no table: {reason}; name those that belong together")
     if runs:
-        write_table(timed(runs), failures, protocol, call, options.out)
-        draw_figures(runs, options.out)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return int(bool(failures))
-
-
-def given(options: argparse.Namespace) -> list[list[str]]:
-    """The options that narrow a protocol, as words of a command line."""
-    names = [name for name in ("only", "seeds", "steps") if getattr(options, name)]
-    return [[f"--{name}", str(getattr(options, name))] for name in names]
+        rows = summarize(timed(runs), protocol_rows(options))
+        write_table(runs, rows, failures, protocol, call, options.out)
+        draw_figures(runs, rows, options.out)
+    return processes.say_failures(failures)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.start(main)

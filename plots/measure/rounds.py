@@ -1,0 +1,114 @@
+"""What field.py, ablation.py and devices.py share: rounds in which all take turns, and a table.
+
+Each run is a process of its own, one at a time; round n has seed n, and a ratio of speeds is of
+runs of one round, so that the drift of a shared machine hits both alike.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import processes
+import run_dirs
+from run_dirs import short, spread
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    parser = processes.make_parser(doc)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="environment steps per run")
+    return parser
+
+
+def take_turns(names: list[str], options: argparse.Namespace, measure) -> tuple[list, list]:
+    """Calls measure(name, seed, options, progress) for all names, round after round.
+
+    Returns the rounds, {name: result} each, and for each call that raised ValueError what it says.
+    """
+    turns = {
+        (seed, name): processes.Turn(
+            f"{name}, round {seed}", options.steps, 1, partial(measure, name, seed, options)
+        )
+        for seed in range(1, options.rounds + 1)
+        for name in names
+    }
+    results, failures = processes.make_all(list(turns.values()))
+    rounds: list[dict] = [{} for _ in range(options.rounds)]
+    for (seed, name), turn in turns.items():
+        if turn.name in results:
+            rounds[seed - 1][name] = results[turn.name]
+    return rounds, failures
+
+
+def summarize(
+    rounds: list[dict], title: str, ratio: str, references: dict[str, str], others: tuple = ()
+) -> list[dict]:
+    """One dict per name, under `title`, from rounds in which a failed run's result is missing.
+
+    `references` has the name that each is compared with: `ratio` is the median over the rounds of
+    speed / its speed, worth_us what a step takes longer. Of all numbers, `others` too, the spread.
+    """
+    rows = []
+    for name, reference in references.items():
+        mine = [results[name] for results in rounds if name in results]
+        if not mine:
+            rows.append({title: name, "skipped": "no finished run"})
+            continue
+        row = {title: name, "runs": len(mine)}
+        for key in ("sps_steady", "warmup_seconds", *others):
+            found = [result[key] for result in mine if result.get(key) is not None]
+            row[key] = spread(found) if found else None
+        both = [(r[name], r[reference]) for r in rounds if name in r and reference in r]
+        speeds = [(one["sps_steady"], other["sps_steady"]) for one, other in both]
+        row[ratio] = statistics.median(a / b for a, b in speeds) if speeds else None
+        row["worth_us"] = spread([1e6 / a - 1e6 / b for a, b in speeds]) if speeds else None
+        rows.append(row)
+    return rows
+
+
+def middle(found: dict | None, which: str = "median") -> str:
+    return short(found[which]) if found else "-"
+
+
+def ends(found: dict | None, between: str = "-") -> str:
+    return f"{short(found['min'])}{between}{short(found['max'])}" if found else "-"
+
+
+def cells(rows: list[dict], title: str, columns: dict[str, Callable[[dict], str]]) -> list:
+    """A table, heading first: the row's title, its speed, `columns` and the warm-up."""
+    columns = {
+        "steps/s": lambda row: middle(row["sps_steady"]),
+        "min-max": lambda row: ends(row["sps_steady"]),
+        **columns,
+        "warm-up s": lambda row: middle(row["warmup_seconds"]),
+    }
+    table = [[title, *columns]]
+    for row in rows:
+        if "skipped" in row:
+            table.append([row[title], f"skipped: {row['skipped']}", *[""] * (len(columns) - 1)])
+        else:
+            table.append([row[title], *(cell(row) for cell in columns.values())])
+    return table
+
+
+def ratio(name: str) -> Callable[[dict], str]:
+    """A column of the ratio under this name."""
+    return lambda row: f"{row[name]:.2f}x" if row[name] else "-"
+
+
+def report(
+    name: str, above: list[str], table: list[list[str]], record: dict, options: argparse.Namespace
+) -> int:
+    """Prints and writes NAME.md and NAME.json; the exit status. `above` begins with a title."""
+    results = [result for results in record["rounds"] for result in results.values()]
+    configs = [result["config"] for result in results if "config" in result]
+    if configs:
+        title, *others = above
+        hardware, env_id = run_dirs.machine(configs), configs[0]["args"]["env_id"]
+        above = [f"{title}: {record['command']}", *run_dirs.describe(hardware)]
+        above += [f"{env_id}, {options.steps:,} environment steps per run", *others]
+        below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
+        record = {"schema": 1, "machine": hardware} | record
+        run_dirs.write_report(options.out / name, above, table, below, record, labels=1)
+    return processes.say_failures(record["failures"])
