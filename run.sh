@@ -5,18 +5,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 usage() {
     cat <<'END'
-bash run.sh                      the quick speed-up table and figures, in minutes; files in plots/out/
+bash run.sh                      the quick speed-up table and figures in minutes, in plots/out/
 bash run.sh --full               the published ones: every script and row, 3 seeds at full length;
                                  finished runs are kept. Both take --only GLOB (of 'SCRIPT ROW'),
                                  --seeds N, --steps N and --out FOLDER
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo or ppo_atari
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in half an hour
-bash run.sh test [arguments]     the tests; arguments go to pytest
+bash run.sh gpu [arguments]      with a GPU: its tests, the quick table, profiles, then the study
+bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them
 bash run.sh --help               this text
 
 An active environment (venv or conda) is used as it is, and gets only the packages that it lacks.
-Otherwise the first call makes .venv and installs requirements/requirements.txt and plots.txt there,
-for --full envpool.txt, for the study study.txt, for the tests all but dev.txt and field.txt.
+Otherwise the first call makes .venv and installs there what the command needs of requirements/.
 END
 }
 
@@ -26,28 +26,25 @@ die() {
 }
 
 say() { echo "run.sh: $*" >&2; }
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
 # Prints the first Python that is new enough for the pinned packages.
 find_python() {
     local candidate
     for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            command -v "$candidate"
-            return
-        fi
+        new_enough "$candidate" && command -v "$candidate" && return
     done
     die "no Python 3.10 or newer found: install one, or activate an environment that has it"
 }
 
 # install PYTHON ARGUMENTS...: pip install, with a word on the size of torch first.
 install() {
-    local python=$1 torch
+    local python=$1
     shift
     "$python" -m pip --version >/dev/null 2>&1 ||
         die "$python has no pip: try $python -m ensurepip"
-    torch=$(grep -o '^torch==[^ ;]*' requirements/requirements.txt)
     if ! command -v nvidia-smi >/dev/null && ! "$python" -c 'import torch' 2>/dev/null; then
-        say "no NVIDIA GPU here: a smaller torch is $torch from the CPU index named on pytorch.org;" \
+        say "no NVIDIA GPU here: torch from the CPU index named on pytorch.org is smaller;" \
             "pip install that in an environment of your own, activate it and start again"
     fi
     say "installing (a few minutes the first time)"
@@ -65,13 +62,11 @@ make_venv() {
         return
     fi
     if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
-        [[ $PWD != *" "* ]] ||
-            say "a space in $PWD: torch.compile cannot build from there, --compile will fail"
+        [[ $PWD != *" "* ]] || say "a space in $PWD: torch.compile cannot build there"
         base=$(find_python)
-        "$base" -c 'import ensurepip, venv' 2>/dev/null ||
-            die "$base lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv)"
         say "making $folder with $("$base" --version)"
-        "$base" -m venv --clear "$folder" || die "could not make $folder"
+        "$base" -m venv --clear "$folder" ||
+            die "could not make $folder (Debian, Ubuntu: apt install python3-venv)"
     fi
     install "$folder/bin/python" "${@/#/--requirement=}"
     echo "$stamps" >"$folder/installed" # last, so that an interrupted set-up starts over
@@ -79,14 +74,13 @@ make_venv() {
 
 # set_up REQUIREMENTS...: sets `python` to an interpreter that has these packages.
 set_up() {
-    local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} missing
+    local missing
+    python=${active:-.venv}/bin/python
     if [[ -z $active ]]; then
         make_venv .venv "$@"
-        python=.venv/bin/python
         return
     fi
-    python=$active/bin/python
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+    new_enough "$python" ||
         die "the active environment $active has no Python 3.10 or newer: deactivate or replace it"
     # whatever version is there stays: a torch for this machine's CUDA is the user's choice
     missing=$("$python" - "$@" <<'END'
@@ -101,9 +95,27 @@ for line in (line for path in sys.argv[1:] for line in open(path)):
         print(line.strip())
 END
     ) || die "cannot list the packages of $active"
-    if [[ -n $missing ]]; then
-        install "$python" -r /dev/stdin <<<"$missing"
-    fi
+    [[ -z $missing ]] || install "$python" -r /dev/stdin <<<"$missing"
+}
+
+# check_device PYTHON: that there is a CUDA device, and that torch finds it if it is installed.
+check_device() {
+    nvidia-smi -L >/dev/null 2>&1 || die "no CUDA device here: nvidia-smi is missing or finds none"
+    ! "$1" -c 'import torch; assert not torch.cuda.is_available()' 2>/dev/null ||
+        die "no CUDA device for torch: $1 has a build without CUDA, or for a newer driver"
+}
+
+# measure_gpu ARGUMENTS...: the records of a machine with a GPU; a failing step stops none after it.
+measure_gpu() {
+    local status=0 run
+    "$python" -m pytest -q tests -m gpu || status=1
+    "$python" plots/measure/speedup.py --quick || status=1
+    for run in $(<plots/out/traced.txt); do
+        "$python" plots/profile.py "$run" | tee "plots/out/profile_${run##*/}.txt" || status=1
+    done
+    "$python" plots/measure/env_scaling.py "$@" || status=1
+    say "records to commit: speedup, breakdown, env_scaling and profile_* in plots/out/"
+    return $status
 }
 
 # check_narrowing ARGUMENTS...: before anything is installed, that speedup.py will take them.
@@ -122,25 +134,25 @@ case $command in
     --only | --seeds | --steps | --out) command=quick ;; # of the quick table
     *) [[ $# -eq 0 ]] || shift ;;
 esac
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+needs=(requirements/{requirements,plots}.txt)
 case $command in
-    test | field | study) ;;
-    quick | --full) check_narrowing "$@" ;;
-    --help | -h) [[ $# -eq 0 ]] || die "unexpected argument: $1" 2 ;;
+    quick) [[ $* != *atari* ]] || needs+=(requirements/envpool.txt) ;;
+    --full) needs+=(requirements/envpool.txt) ;;
+    field) ;;
+    study) needs+=(requirements/study.txt) ;;
+    gpu) check_device "${active:-.venv}/bin/python" && needs+=(requirements/{study,test}.txt) ;;
+    test) needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray}.txt) ;;
+    --help | -h) usage && exit ;;
     *) die "unknown argument: $command (bash run.sh --help lists them)" 2 ;;
 esac
-if [[ $command == --help || $command == -h ]]; then
-    usage
-    exit
-fi
-needs=(requirements/{requirements,plots}.txt)
-[[ $command != test ]] || needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray}.txt) # all extras
-[[ $command != study ]] || needs+=(requirements/study.txt)
-[[ $command != --full && $* != *atari* ]] || needs+=(requirements/envpool.txt)
+[[ $command != quick && $command != --full ]] || check_narrowing "$@"
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
     quick | --full) exec "$python" plots/measure/speedup.py "--${command#--}" "$@" ;;
     test) exec "$python" -m pytest -q tests "$@" ;;
     study) exec "$python" plots/measure/env_scaling.py "$@" ;;
+    gpu) check_device "$python" && measure_gpu "$@" ;;
     field)
         make_venv .venv-field requirements/field.txt
         exec "$python" plots/measure/field.py --field-python .venv-field/bin/python "$@"

@@ -311,6 +311,7 @@ def write_table(
     if (out / "logs").exists():
         below.append(f"logs: {shown(out / 'logs')}/")
     run_dirs.write_report(out / "speedup", above, cells(rows), below, record)
+    (out / "traced.txt").write_text("".join(f"{path}\n" for path in record["traced"]))
 
 
 def main(arguments: list[str] | None = None) -> int:
