@@ -92,14 +92,6 @@ def work(part: dict, record: dict) -> list[list[str]]:
     return table
 
 
-def blocks(part: dict, record: dict) -> list[list[str]]:
-    table = [["environments", "best threads per block", "its us", "worst us"]]
-    for row in part["rows"]:
-        best, worst = (f"{f(row['seconds'].values()) * 1e6:.2f}" for f in (min, max))
-        table.append([f"{row['num_envs']:,}", str(row["best"]), best, worst])
-    return table
-
-
 def train(part: dict, record: dict) -> list[list[str]]:
     """The share of the machine's FLOP/s is of those that `limits` has found."""
     device = "cuda" if part["machine"]["gpu"] else "cpu"
@@ -137,7 +129,6 @@ TABLES = {  # part -> its heading and what makes its cells, a heading line first
     "limits": ("Limits", limits),
     "steps": ("Steps", steps),
     "work": ("Repeated work", work),
-    "blocks": ("Block sizes", blocks),
     "train": ("Training", train),
     "learn": (f"Learning: first evaluation of at least {SOLVED}", learn),
 }

@@ -24,7 +24,7 @@ ON_CPU = [arm for arm in env_arms.ARMS if arm.missing() is None]
 
 @pytest.mark.parametrize("arm", ON_CPU, ids=lambda arm: arm.name)
 def test_an_arm_steps(arm):
-    with arm.make(3, 1) as stepper:
+    with arm.make(3) as stepper:
         for _ in range(3):
             stepper.step()
         stepper.wait()
@@ -174,12 +174,6 @@ def test_flat_and_linear_times_have_no_turning_point():
         assert env_tables.describe_turning(fit, numbers) in ("none", "below 1", "above 1,000")
 
 
-@pytest.mark.parametrize("best", [1, 32, 64, 96, 192, 1024])
-def test_the_best_block_is_found(best):
-    found, tried = env_scaling.best_block(lambda threads: 1 + abs(np.log(threads / best)))
-    assert found == best and len(tried) <= 13 and all(1 <= threads <= 1024 for threads in tried)
-
-
 def test_samples_are_per_step():
     """A stepper that makes 10 steps per call, each of at least 2 ms."""
     import time
@@ -226,7 +220,7 @@ def test_a_quick_study_from_end_to_end(tmp_path):
     pytest.importorskip("matplotlib")
     command = [sys.executable, "plots/measure/env_scaling.py", "--quick"]
     command += ["--out", f"{tmp_path}/study"]
-    parts = ["limits", "steps", "blocks"]
+    parts = ["limits", "steps"]
     done = subprocess.run(command + parts, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "study.json").read_text())

@@ -1,5 +1,6 @@
 """The speed-up table: what it reads, skips, keeps and runs, with stand-ins for the scripts."""
 
+import ast
 import json
 import os
 import shutil
@@ -350,6 +351,29 @@ def test_speedups_are_drawn(tmp_path, runs):
     speedup.draw_speedups(rows, found, tmp_path)
     drawn = (tmp_path / "speedup.svg").read_text()
     assert "2.50x" in drawn and "SAC" in drawn and (tmp_path / "speedup.png").exists()
+
+
+def test_modules_import_one_another_in_one_direction():
+    """plots/ nothing of plots/measure/, and no two modules each other, directly or by others."""
+    files = {path.stem: path for path in (ROOT / "plots").rglob("*.py")}
+    imports: dict = {}
+    for name, path in files.items():
+        imports[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imports[name] |= {alias.name for alias in node.names} & set(files)
+            elif isinstance(node, ast.ImportFrom):
+                imports[name] |= {node.module} & set(files)
+    for name, path in files.items():
+        reached: set = set()
+        todo = [name]
+        while todo:
+            found = imports[todo.pop()] - reached
+            reached |= found
+            todo += found
+        assert name not in reached, f"{name} imports itself through {sorted(reached)}"
+        if path.parent.name == "plots":
+            assert all(files[other].parent == path.parent for other in reached), path
 
 
 # The stopwatch's overhead

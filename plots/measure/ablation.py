@@ -149,18 +149,6 @@ def patch_target(module) -> None:
     agent_of(module).update_target = agent_of(baseline_of(module)).update_target
 
 
-def patch_gradients(module) -> None:
-    """Gradients in .grad, whose computation torch.compile leaves to PyTorch."""
-
-    def gradient_step(loss, optimizer) -> None:
-        for parameter in optimizer.parameters:
-            parameter.grad = None
-        loss.backward(inputs=optimizer.parameters)
-        optimizer.step([parameter.grad for parameter in optimizer.parameters])
-
-    module.gradient_step = outside_of_graphs(module, gradient_step)
-
-
 def patch_optimizer(module) -> None:
     """PyTorch's own Adam in its fastest form, which torch.compile cannot trace."""
     import torch
@@ -220,19 +208,6 @@ def patch_acting(module) -> None:
             mean = self.model.actor_mean(torch.as_tensor(obs).to(self.flat.device))
             noise = torch.as_tensor(noise).to(self.flat.device)
             return (mean + self.model.actor_logstd.exp() * noise).cpu().numpy()
-
-    module.PPO.act = act
-
-
-def patch_later(module) -> None:
-    """Log-probabilities and values at each step, in NumPy like the actions."""
-    import numpy as np
-
-    def act(self, obs, noise):
-        actions = module.forward(self.actor_layers, obs) + self.std * noise
-        module.forward(self.critic_layers, obs)
-        (-0.5 * noise**2 - np.log(self.std) - 0.5 * np.log(2 * np.pi)).sum(axis=-1)
-        return actions
 
     module.PPO.act = act
 
@@ -309,29 +284,6 @@ def patch_vector(module) -> None:
     )
 
 
-def patch_gradient(module) -> None:
-    """Gradients in .grad, whose computation torch.compile leaves to PyTorch."""
-    import torch
-
-    def gradient_of(loss, parameters):
-        for parameter in parameters:
-            parameter.grad = None
-        loss.backward()
-        return torch.cat([parameter.grad.flatten() for parameter in parameters])
-
-    gradient_of = outside_of_graphs(module, gradient_of)
-
-    def update(self, batch, index):
-        minibatch = module.Batch(*(column[index] for column in batch))
-        loss, metrics = module.ppo_loss(self.model, minibatch, self.args)
-        gradient = gradient_of(loss, list(self.parameters()))
-        scale = (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1)
-        self.optimizer.step([gradient * scale])
-        return metrics.detach()
-
-    module.PPO.update = update
-
-
 def patch_threads(module) -> None:
     module.torch.set_num_threads = lambda threads: None
 
@@ -378,7 +330,6 @@ OFF_POLICY = {
     "critics stacked by vmap": patch_stacking,
     "replay in one tensor, one gather": patch_replay,
     "an Adam that compiles": patch_optimizer,
-    "gradients as values": patch_gradients,
     "targets in one call": patch_target,
     "critic update compiled": uncompiled("update_critic"),
     "actor update compiled": uncompiled("update_actor"),
@@ -388,14 +339,12 @@ OFF_POLICY = {
 }
 ON_POLICY = {
     "acting in NumPy": patch_acting,
-    "log-probabilities and values later": patch_later,
     "acting in NumPy; log-probabilities and values later": patch_acting_whole,
     "rollout stored by NumPy": patch_rollout,
     "lean vector environment": patch_vector_env,
     "normalization of all environments at once": patch_normalization,
     "advantages in log2(T) steps": patch_advantages,
     "parameters in one vector": patch_vector,
-    "gradients as values": patch_gradient,
     "an Adam that compiles": patch_optimizer,
     "one thread": patch_threads,
     "update compiled": uncompiled("update"),

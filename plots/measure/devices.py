@@ -1,8 +1,8 @@
 """Acting and learning at the same time or in turns, and on which devices; one process or several.
 
-    python plots/measure/devices.py   PPO: 3 rounds of 500,000 steps; an hour
+    python plots/measure/devices.py                             PPO, 500,000 steps; an hour
     python plots/measure/devices.py --rounds 1 --steps 65536    a look
-    python plots/measure/devices.py --task atari   PPO for Atari: one process against several
+    python plots/measure/devices.py --task atari                one process against several
 
 Rounds in turns: every row once, each in a process of its own; round n with seed n. PPO on
 HalfCheetah-v5: the synchronous scripts and the asynchronous ones, baseline and variant with
@@ -18,13 +18,11 @@ torchrun with 1 and 2, on a machine with GPUs with as many as it has and 8 games
     collector waits and the collector for weights
     warm-up s       median seconds until that window, with a cold compiler cache or a warm one
 
-On a GPU also how much memory a process takes on it that only says hello: what each further one
-costs. Written to plots/out/: devices_TASK.md, .json and logs/. Exit status 1 if a run failed.
+Written to plots/out/: devices_TASK.md, .json and logs/. Exit status 1 if a run failed.
 """
 
 import argparse
 import statistics
-import subprocess
 import sys
 
 import processes
@@ -33,12 +31,6 @@ import run_dirs
 
 STEPS = {"continuous": 500_000, "atari": 16 * 8 * 128}
 LAST = 10  # episodes whose mean is a run's return
-HELLO = """
-import sys, torch
-torch.ones(1, device="cuda").item()
-print("hello", flush=True)
-sys.stdin.read()
-"""
 
 
 def commands(task: str, gpus: int) -> dict[str, list[str]]:
@@ -91,21 +83,6 @@ def measure(row: str, seed: int, options: argparse.Namespace, progress) -> dict:
     return result
 
 
-def cost_of_a_process() -> int:
-    """Bytes of the GPU's memory that a process takes which computes on one number."""
-    import torch
-
-    torch.ones(1, device="cuda").item()
-    free, _ = torch.cuda.mem_get_info()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", HELLO], **pipes, text=True) as process:
-        if process.stdout.readline() != "hello\n":
-            raise RuntimeError("another process cannot use the GPU")
-        left, _ = torch.cuda.mem_get_info()
-        process.stdin.close()
-    return free - left
-
-
 def summarize(results: list[dict], names: list[str]) -> list[dict]:
     references = {name: name.partition(" (")[0] for name in names}
     others = ("return", "learner_waits", "collector_waits")
@@ -140,9 +117,6 @@ def main(arguments: list[str] | None = None) -> int:
     command = processes.call("devices.py", options, "task", "rounds", "steps")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
     above = ["Acting and learning on devices"]
-    if gpus:
-        record["cuda_process_bytes"] = cost_of_a_process()
-        above.append(f"Each CUDA process: {record['cuda_process_bytes'] / 1e6:,.0f} MB and more")
     return rounds.report(f"devices_{options.task}", above, cells(rows), record, options)
 
 

@@ -7,7 +7,6 @@ many steps of Euler's method of a `work`-th of the time each, which no compiler 
 """
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class Arm:
     """One way to step CartPole."""
 
     name: str
-    make: Callable  # (num_envs, work) -> context of a Stepper
+    make: Callable  # (num_envs), or (num_envs, work) -> context of a Stepper
     most: int  # environments: more do not fit, or take minutes
     needs: tuple[str, ...] = ()  # packages, and "cuda" for a device
     works: bool = False  # whether its work can be repeated
@@ -49,16 +48,11 @@ class Arm:
     def missing(self) -> str | None:
         """Why it cannot run here."""
         for need in self.needs:
-            if need == "cuda" and not torch.cuda.is_available() and not simulated(self.name):
+            if need == "cuda" and not torch.cuda.is_available():
                 return "no CUDA device"
             if need != "cuda" and importlib.util.find_spec(need) is None:
                 return f"no {need}: pip install -r requirements/study.txt"
         return None
-
-
-def simulated(name: str) -> bool:
-    """Whether Numba plays the GPU: slow, for tests."""
-    return name.startswith("Numba") and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 
 def random_actions(num_envs: int, convert: Callable = np.asarray) -> Iterator:
@@ -88,7 +82,7 @@ def stepping(envs, actions: Iterator[np.ndarray], **reset) -> Iterator[Stepper]:
         envs.close()
 
 
-def of_stable_baselines3(num_envs: int, work: int = 1):
+def of_stable_baselines3(num_envs: int):
     """A process per environment, as the study's first arm."""
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import SubprocVecEnv
@@ -97,7 +91,7 @@ def of_stable_baselines3(num_envs: int, work: int = 1):
     return stepping(envs, random_actions(num_envs))
 
 
-def of_gymnasium(mode: str, num_envs: int, work: int = 1):
+def of_gymnasium(mode: str, num_envs: int):
     """`sync` steps one environment after the other, `async` has a process for each."""
     return stepping(make_gymnasium(mode, num_envs), random_actions(num_envs), seed=1)
 
@@ -107,7 +101,7 @@ def make_gymnasium(mode: str, num_envs: int) -> gym.vector.VectorEnv:
     return gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
 
 
-def of_envpool(num_envs: int, work: int = 1):
+def of_envpool(num_envs: int):
     """A pool of threads in C++."""
     import envpool
 
@@ -205,13 +199,13 @@ ARMS = [
     Arm("tensors, GPU", partial(of_tensors, "cuda", False), MILLION, ("cuda",), True),
     Arm("tensors compiled, GPU", partial(of_tensors, "cuda", True), MILLION, ("cuda",), True),
 ]
-for threads in BLOCKS:
-    kernel = partial(of_kernel, "cuda", threads)
-    ARMS.append(Arm(f"kernel, TPB {threads}", kernel, MILLION, ("cuda",), threads == 64))
-for threads in BLOCKS:
-    kernel = partial(of_numba, threads)
-    needs = ("cuda", "numba")
-    ARMS.append(Arm(f"Numba-CUDA, TPB {threads}", kernel, MILLION, needs, threads == 64))
+for title, make, needs in (
+    ("kernel", partial(of_kernel, "cuda"), ("cuda",)),
+    ("Numba-CUDA", of_numba, ("cuda", "numba")),
+):
+    for threads in BLOCKS:
+        name, stepper = f"{title}, TPB {threads}", partial(make, threads)
+        ARMS.append(Arm(name, stepper, MILLION, needs, works=threads == 64))
 
 
 # The learners of the scripts on each of them

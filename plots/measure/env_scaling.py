@@ -1,7 +1,7 @@
 """The scaling study: what CartPole costs when there are 1 to a million of them.
 
     bash run.sh study                           sets up, then all of it: about half an hour
-    python plots/measure/env_scaling.py steps blocks    only these parts
+    python plots/measure/env_scaling.py steps work      only these parts
     python plots/measure/env_scaling.py --quick         a few points of each, in minutes
     python plots/measure/env_scaling.py figures --out plots/results/env_scaling_cpu
 
@@ -13,7 +13,6 @@ plots/measure/env_arms.py; one that cannot run here is named with the reason. On
                 a + b N is fitted to it in relative error; its turning point from flat to linear is
                 N = a / b
     work        the same against the arithmetic per step, repeated 1 to 1,000 times
-    blocks      the kernel's best number of threads per block, by search (GPU only)
     train       PPO end to end at the scripts' defaults, steady steps/s in rounds (A B C, A B C):
                 the baseline, the variant, and the variant's learner on the kernel and on
                 Gymnasium's SyncVectorEnv
@@ -83,19 +82,6 @@ def time_steps(stepper: Stepper, seconds: float, samples: int = SAMPLES) -> list
     return [spend(calls) / (calls * stepper.steps) for _ in range(samples)]
 
 
-def best_block(seconds) -> tuple[int, dict[int, float]]:
-    """Powers of two from 1 to 1,024, then multiples of 32 between the best one's neighbours.
-
-    `seconds(threads)` measures one -> the best, and all that were tried.
-    """
-    tried = {threads: seconds(threads) for threads in (2**k for k in range(11))}
-    best = min(tried, key=tried.get)
-    for threads in (best * 3 // 4, best * 3 // 2):
-        if threads % 32 == 0 and 0 < threads <= 1024:
-            tried[threads] = seconds(threads)
-    return min(tried, key=tried.get), tried
-
-
 def measure_limits(options: argparse.Namespace) -> dict:
     """Bytes/s that a copy of 256 MB reads and writes, float32 FLOP/s of a product, of each device.
 
@@ -150,24 +136,6 @@ def measure_work(options: argparse.Namespace) -> dict:
     numbers = [4**5, 4**8] + [4**10] * torch.cuda.is_available()
     points = [{"num_envs": n, "work": work} for n in numbers for work in options.work]
     return measure_arms([arm for arm in ARMS if arm.works], lambda arm: points, options)
-
-
-def measure_blocks(options: argparse.Namespace) -> dict:
-    """The best block size at three numbers of environments."""
-    if not torch.cuda.is_available():
-        print("skipped: blocks: no CUDA device")
-        return {"rows": [], "skipped": {"blocks": "no CUDA device"}}
-    rows = []
-    for num_envs in (4096, 65_536, 4**10):
-
-        def seconds(threads: int, num_envs=num_envs) -> float:
-            with env_arms.of_kernel("cuda", threads, num_envs) as stepper:
-                return statistics.median(time_steps(stepper, options.seconds))
-
-        best, tried = best_block(seconds)
-        rows.append({"num_envs": num_envs, "best": best, "seconds": tried})
-        print(f"best block size at {num_envs:,} environments: {best} threads", flush=True)
-    return {"rows": rows, "skipped": {}}
 
 
 # Training, each run a process of its own
@@ -296,7 +264,6 @@ PARTS = {
     "limits": measure_limits,
     "steps": measure_steps,
     "work": measure_work,
-    "blocks": measure_blocks,
     "train": measure_training,
     "search": search_numbers,
     "learn": measure_learning,
