@@ -21,6 +21,7 @@ Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys 2021.
 """
 
 import argparse
+import signal
 import statistics
 import sys
 from collections import Counter
@@ -33,10 +34,10 @@ from matplotlib.patches import Patch
 from run_dirs import FREE_ARGS, ROOT, ROWS, Run, label, per_step, read_runs, short, shown
 from traces import CPU_LAYERS
 
+EDGES = {"edgecolor": "black", "linewidth": 0.5}
 HATCHES = dict(zip(CPU_LAYERS, ("", "///", "...", "xxx", "---"), strict=True))
 RESOURCES = {"CPU": "#E69F00", "CPU + GPU": "#009E73", "GPU": "#56B4E9"}  # Okabe and Ito
-STAGES = ("simulation", "inference", "backpropagation", "rest")
-SHORT = ("sim", "inf", "bp", "rest")
+STAGES = {"simulation": "sim", "inference": "inf", "backpropagation": "bp", "rest": "rest"}
 LEGEND = "sim: simulation, inf: inference, bp: backpropagation, rest: storing, logging, untracked"
 TRANSITIONS = {  # what crosses which border, in words
     "to_simulator": ("Python to simulator", "#0072B2"),
@@ -108,13 +109,15 @@ def comparable(runs: list[Run]) -> list[Run]:
     def settings(run: Run) -> dict:
         return {k: v for k, v in run.config["args"].items() if k not in FREE_ARGS}
 
-    traced, kept = [], []
+    traced, kept, newest = [], [], {}
     for run in runs:
         try:
-            traced += [run] if run.trace else []
-        except ValueError as reason:
+            if run.trace and reduce(run):
+                traced.append(run)
+                newest[run.script, run.env_id, run.row] = run
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+            reason = error if isinstance(error, ValueError) else "has a report that lacks something"
             print(f"skipped: {shown(run.path)} {reason}", file=sys.stderr)
-    newest = {(run.script, run.env_id, run.row): run for run in traced}
     for run in traced:
         if run_dirs.differences(run.config, traced[-1].config):
             print(f"skipped: {shown(run.path)} is of another machine", file=sys.stderr)
@@ -130,9 +133,8 @@ def reduce_all(runs: list[Run]) -> list[dict]:
     found: dict = {}
     for run in runs:
         found.setdefault((run.script, run.env_id, run.row), []).append(reduce(run))
-    order = {row: i for i, row in enumerate(ROWS)}
     rows = [mean(mine) for mine in found.values()]
-    return sorted(rows, key=lambda r: (r["script"], r["env_id"], order[r["row"]]))
+    return sorted(rows, key=lambda r: (r["script"], r["env_id"], list(ROWS).index(r["row"])))
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
@@ -155,38 +157,31 @@ def cells(rows: list[dict]) -> list[list[str]]:
 def headlines(rows: list[dict]) -> list[str]:
     """RL-Scope's findings, asked of these runs."""
 
-    def span(values: list[float]) -> str:
-        low, high = (f"{100 * value:.0f}" for value in (min(values), max(values)))
+    def span(shares: list[float]) -> str:
+        low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
         return f"{low}%" if low == high else f"{low}% to {high}%"
 
-    lines = []
     shares = [row["cpu_share"] for row in rows if row["cpu_share"] is not None]
     said = span(shares) if shares else "not measured, there was no GPU to share with"
-    lines.append(f"share of time with the CPU at work (RL-Scope: about 90%): {said}")
-    for policy, off in (("off-policy", True), ("on-policy", False)):
-        for best in (False, True):
-            shares = [
-                row["simulation_share"]
-                for row in rows
-                if row["simulation_share"] is not None
-                and row["script"].startswith(OFF_POLICY) == off
-                and (row["row"] not in ("baseline", "eager") if best else row["row"] == "baseline")
-            ]
-            if shares:
-                what = "variants, compiled or captured" if best else "baselines"
-                lines.append(f"simulation, {policy}, {what}: {span(shares)} of the time")
-    for script, env_id in dict.fromkeys((row["script"], row["env_id"]) for row in rows):
-        mine = [row for row in rows if (row["script"], row["env_id"]) == (script, env_id)]
-        calls = [row["transitions_per_iteration"] for row in mine]
-        if mine[0]["row"] == "baseline" and len(mine) > 1:
-            for name in ("to_backend", "to_cuda"):
-                one, other = calls[0][name], calls[-1][name]
-                if one and other and one != other:
-                    what = f"{TRANSITIONS[name][0]} per iteration, baseline to {mine[-1]['row']}"
-                    lines.append(
-                        f"{script}, {env_id}, {what}: {short(one)} to {short(other)}, "
-                        f"{short(one / other)} times fewer"
-                    )
+    lines = [f"share of time with the CPU at work (RL-Scope: about 90%): {said}"]
+    simulating: dict = {}
+    for row in sorted(rows, key=lambda row: not row["script"].startswith(OFF_POLICY)):
+        what = "off-policy, " if row["script"].startswith(OFF_POLICY) else "on-policy, "
+        what += "baselines" if row["row"] == "baseline" else "variants, compiled or captured"
+        if row["simulation_share"] is not None and row["row"] != "eager":
+            simulating.setdefault(what, []).append(row["simulation_share"])
+    lines += [f"simulation, {what}: {span(each)} of the time" for what, each in simulating.items()]
+    last = {(row["script"], row["env_id"]): row for row in rows}
+    for row in (row for row in rows if row["row"] == "baseline"):
+        best = last[row["script"], row["env_id"]]
+        for name in ("to_backend", "to_cuda"):
+            one, other = (each["transitions_per_iteration"][name] for each in (row, best))
+            if one and other and one != other:
+                lines.append(
+                    f"{row['script']}, {row['env_id']}, {TRANSITIONS[name][0]} per iteration, "
+                    f"baseline to {best['row']}: {short(one)} to {short(other)}, "
+                    f"{short(one / other)} times fewer"
+                )
     return lines
 
 
@@ -195,163 +190,104 @@ def bars(ax, rows: list[dict], labels: list[str], percent: bool) -> None:
     width = 0.8 / len(STAGES)
     for i, row in enumerate(rows):
         scale = (100 / row["seconds_per_step"]) if percent else 1e6
-        for j, stage in enumerate(STAGES):
+        for j, (stage, name) in enumerate(STAGES.items()):
             x, bottom = i + (j - (len(STAGES) - 1) / 2) * width, 0.0
             for key, seconds in row["cells"][stage].items():
                 layer, resource = key.split(" ", 1)
-                ax.bar(
-                    x,
-                    seconds * scale,
-                    width * 0.92,
-                    bottom=bottom,
-                    color=RESOURCES[resource],
-                    hatch=HATCHES[layer],
-                    edgecolor="black",
-                    linewidth=0.5,
-                )
+                look = {"color": RESOURCES[resource], "hatch": HATCHES[layer]}
+                ax.bar(x, seconds * scale, width * 0.92, bottom=bottom, **look, **EDGES)
                 bottom += seconds * scale
-            ax.annotate(
-                SHORT[j],
-                (x, bottom),
-                (0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=6.5,
-                color="0.3",
-            )
+            ax.text(x, bottom, name, ha="center", va="bottom", fontsize=6.5, color="0.3")
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
     ax.set_xlim(-0.6, len(rows) - 0.4)
-    ax.grid(True, axis="y", color="0.9")
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(False, axis="x")
 
 
 def key(figure, rows: list[dict]) -> None:
     """What the hatches and colours of these rows mean, below the figure."""
-    used = [k for row in rows for stage in row["cells"].values() for k in stage]
-    layers = [name for name in CPU_LAYERS if any(k.startswith(name) for k in used)]
-    resources = {k.split(" ", 1)[1] for k in used}
-    looks = [(CPU_LAYERS[name], {"facecolor": "white", "hatch": HATCHES[name]}) for name in layers]
-    looks += [(name, {"facecolor": RESOURCES[name]}) for name in RESOURCES if name in resources]
-    patches = [Patch(edgecolor="black", linewidth=0.5, label=name, **look) for name, look in looks]
-    figure.legend(
-        handles=patches,
-        loc="outside lower center",
-        ncols=min(len(patches), 5),
-        title=LEGEND,
-        title_fontsize=8,
-        fontsize=8,
-        frameon=False,
-        handlelength=2.4,
-        handleheight=1.2,
-    )
+    used = [k.split(" ", 1) for row in rows for stage in row["cells"].values() for k in stage]
+    layers, resources = map(set, zip(*used, strict=True))
+    looks = {name: {"hatch": HATCHES[k]} for k, name in CPU_LAYERS.items() if k in layers}
+    looks |= {name: {"facecolor": RESOURCES[name]} for name in RESOURCES if name in resources}
+    patches = [
+        Patch(label=name, **{"facecolor": "white"} | look | EDGES) for name, look in looks.items()
+    ]
+    sizes = {"fontsize": 8, "title_fontsize": 8, "handlelength": 2.4, "handleheight": 1.2}
+    place = {"loc": "outside lower center", "ncols": 5, "frameon": False}
+    figure.legend(handles=patches, title=LEGEND, **place, **sizes)
 
 
-def draw_stages(rows: list[dict], hardware: str):
+def draw_stages(rows: list[dict], runs: list[Run]):
     """RL-Scope's figure 4: a block of three panels per script and environment."""
-
-    blocks = list(dict.fromkeys((row["script"], row["env_id"]) for row in rows))
+    blocks: dict = {}
+    for row in rows:
+        blocks.setdefault((row["script"], row["env_id"]), []).append(row)
     columns = min(len(blocks), 3)
     floors = -(-len(blocks) // columns)
-    figure, grid = plt.subplots(
-        3 * floors,
-        columns,
-        figsize=(max(4.0 * columns, 6), 6.5 * floors + 1),
-        layout="constrained",
-        height_ratios=(1, 2.4, 1.2) * floors,
-        squeeze=False,
-    )
-    curves.headline(figure, "Where a step's time goes, and what crosses the borders", hardware)
-    for ax in grid.flat:
-        ax.set_visible(False)
-    for i, block in enumerate(blocks):
-        floor, column = divmod(i, columns)
-        axes = grid[3 * floor : 3 * floor + 3, column]
-        for ax in axes:
-            ax.set_visible(True)
-        draw_block(*axes, [row for row in rows if (row["script"], row["env_id"]) == block])
-        axes[0].set_title(f"{label(block[0])}: {block[1]}", fontsize=10)
-        if column == 0:
-            axes[0].set_ylabel("total\n(us per step)")
-            axes[1].set_ylabel("us per environment step")
-            axes[2].set_ylabel("transitions\nper iteration")
-    grid[2, 0].legend(fontsize=7, frameon=False, loc="upper left", ncols=2, columnspacing=1)
+    size = (max(4.0 * columns, 6), 6.5 * floors + 1)
+    figure = plt.figure(figsize=size, layout="constrained")
+    curves.headline(figure, "Where a step's time goes, and what crosses the borders", runs)
+    panes = figure.subfigures(floors, columns, squeeze=False).flat
+    for pane, ((script, env_id), mine) in zip(panes, blocks.items(), strict=False):
+        top, middle, bottom = pane.subplots(3, 1, height_ratios=(1, 2.4, 1.2))
+        top.set(title=f"{label(script)}: {env_id}", ylabel="total\n(us per step)")
+        bars(middle, mine, [row["row"].replace("+", "\n+ ") for row in mine], percent=False)
+        middle.set_ylabel("us per environment step")
+        draw_totals(top, bottom, mine)
+        bottom.set_ylabel("transitions\nper iteration")
+        for ax in (top, bottom):
+            ax.set(xlim=middle.get_xlim(), xticks=[])
+    bottom.legend(fontsize=7, frameon=False, loc="upper left", ncols=2, columnspacing=1)
     key(figure, rows)
     return figure
 
 
-def draw_block(top, middle, bottom, rows: list[dict]) -> None:
-    """One script: totals, stages by layer and resource, transitions."""
-    bars(middle, rows, [row["row"].replace("+", "\n+ ") for row in rows], percent=False)
+def draw_totals(top, bottom, rows: list[dict]) -> None:
+    """Of one script, on log axes: the time of a step, and the transitions per iteration."""
     totals = [1e6 * row["seconds_per_step"] for row in rows]
-    top.bar(range(len(rows)), totals, 0.5, color="0.6", edgecolor="black", linewidth=0.5)
-    for i, total in enumerate(totals):
-        above(top, i, total, size=8)
-    counts = [row["transitions_per_iteration"] for row in rows]
-    known = [name for name in TRANSITIONS if counts[0][name] is not None]
+    made = top.bar(range(len(rows)), totals, 0.5, color="0.6", **EDGES)
+    top.bar_label(made, map(short, totals), fontsize=8)
+    calls = [row["transitions_per_iteration"] for row in rows]
+    known = [name for name in TRANSITIONS if calls[0][name] is not None]
     width = 0.7 / len(known)
     for j, name in enumerate(known):
         text, colour = TRANSITIONS[name]
-        for i, count in enumerate(counts):
-            x = i + (j - (len(known) - 1) / 2) * width
-            bottom.bar(x, count[name], width * 0.9, color=colour, label="" if i else text)
-            above(bottom, x, count[name], size=7)
-    most = max(count[name] for count in counts for name in known)
-    least = min(count[name] for count in counts for name in known)
-    for ax, low, high in ((top, min(totals), max(totals)), (bottom, min(least, 1), most)):
-        ax.set(xlim=middle.get_xlim(), ylim=(low / 3, high * 8), xticks=[])
+        xs = [i + (j - (len(known) - 1) / 2) * width for i in range(len(rows))]
+        counts = [each[name] for each in calls]
+        made = bottom.bar(xs, counts, width * 0.9, color=colour, label=text)
+        bottom.bar_label(made, map(short, counts), fontsize=7)
+    for ax, heights in ((top, totals), (bottom, [each[name] for each in calls for name in known])):
+        ax.set_ylim(min(height for height in heights if height) / 3, max(heights) * 8)
         ax.set_yscale("log")  # after the limits, or it would guess some
         ax.yaxis.set_major_formatter(lambda y, _: short(y))
         ax.yaxis.set_minor_formatter(lambda *_: "")
-        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(False)
 
 
-def above(ax, x: float, value: float, size: float) -> None:
-    """Writes `value` above the bar that it is the height of."""
-    ax.annotate(
-        short(value), (x, value), (0, 1), textcoords="offset points", ha="center", size=size
-    )
-
-
-def draw_shares(rows: list[dict], hardware: str, over: str):
+def draw_shares(rows: list[dict], runs: list[Run], over: str):
     """RL-Scope's figures 5 and 7: percent of the time, a panel for the baselines and one after.
 
     Over algorithms on the simulator that most were traced on, or over simulators with the algorithm
     that was traced on most.
     """
     kept, bar = ("env_id", "algorithm") if over == "algorithms" else ("algorithm", "env_id")
-    pairs = {(algorithm_of(row)[kept], algorithm_of(row)[bar]) for row in rows}
-    counts = Counter(one for one, _ in sorted(pairs))
-    (most, _), *_ = counts.most_common(1)
-    rows = [row for row in rows if algorithm_of(row)[kept] == most]
-    rows.sort(key=lambda row: algorithm_of(row)[bar])
+    rows = [row | {"algorithm": row["script"].partition("_")[0].upper()} for row in rows]
+    pairs = sorted({(row[kept], row[bar]) for row in rows})
+    (most, _), *_ = Counter(one for one, _ in pairs).most_common(1)
+    rows = sorted((row for row in rows if row[kept] == most), key=lambda row: row[bar])
     last = {(row["script"], row["env_id"]): row for row in rows if row["row"] != "baseline"}
-    panels = {
-        "baseline": [row for row in rows if row["row"] == "baseline"],
-        "variant, with all that ran here": list(last.values()),
-    }
+    panels = {"baseline": [row for row in rows if row["row"] == "baseline"]}
+    panels["variant, with all that ran here"] = list(last.values())
     panels = {name: mine for name, mine in panels.items() if mine}
     widest = max(map(len, panels.values()))
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(max(1.9 * widest, 6), 3.3 * len(panels) + 0.6),
-        layout="constrained",
-        squeeze=False,
-        sharey=True,
-    )
-    curves.headline(figure, f"Share of the time, {most} over {over}", hardware)
+    size = (max(1.9 * widest, 6), 3.3 * len(panels) + 0.6)
+    figure, axes = plt.subplots(len(panels), figsize=size, layout="constrained", squeeze=False)
+    curves.headline(figure, f"Share of the time, {most} over {over}", runs)
     for ax, (name, mine) in zip(axes[:, 0], panels.items(), strict=True):
-        bars(ax, mine, [algorithm_of(row)[bar] for row in mine], percent=True)
-        ax.set_title(name, fontsize=10)
-        ax.set_ylabel("% of the time")
-        ax.set(ylim=(0, 108), xlim=(-0.6, widest - 0.4))
+        bars(ax, mine, [row[bar] for row in mine], percent=True)
+        ax.set(title=name, ylabel="% of the time", ylim=(0, 108), xlim=(-0.6, widest - 0.4))
     key(figure, rows)
     return figure
-
-
-def algorithm_of(row: dict) -> dict:
-    return {"algorithm": row["script"].partition("_")[0].upper(), "env_id": row["env_id"]}
 
 
 def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
@@ -361,16 +297,15 @@ def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
         print("no breakdown: no run was traced (--stopwatch trace)", file=sys.stderr)
         return []
     rows = reduce_all(chosen)
-    hardware = curves.hardware_of(chosen)
     machine = run_dirs.machine([run.config for run in chosen])
     above = ["Where the time goes, from traced runs", *run_dirs.describe(machine)]
     below = headlines(rows)
     record = {"schema": 1, "machine": machine, "rows": rows, "headlines": below}
     record["commands"] = [run.config["command"] for run in chosen]
     run_dirs.write_report(out / name, above, cells(rows), below, record, labels=3)
-    files = curves.save(draw_stages(rows, hardware), out / f"{name}_stages")
+    files = curves.save(draw_stages(rows, chosen), out / f"{name}_stages")
     for over in ("algorithms", "simulators"):
-        files += curves.save(draw_shares(rows, hardware, over), out / f"{name}_{over}")
+        files += curves.save(draw_shares(rows, chosen, over), out / f"{name}_{over}")
     return files
 
 
@@ -391,4 +326,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet where nobody reads on, as in "| head -1"
     sys.exit(main())

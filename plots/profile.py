@@ -4,36 +4,52 @@
     python plots/profile.py my/folder/stages.json   of a script of your own with a copied stopwatch
     python plots/profile.py my/trace.json.gz --steps 1000    of any annotated program (traces.py)
 
-Needs nothing but stages.json and the trace that it names, or a trace and its environment steps.
-Prints a stage x layer table, in microseconds per environment step,
-and findings, the most expensive first. Each says what it rests on and the most that could be
-gained, so that a small one is known to be small. Seconds per stage are those of the steady window,
-which was not traced; the trace tells how each stage's divide into layers. Without a trace there are
-stages but no layers; without a GPU nothing is said about one. Exit status 1 if there is no report
-to read.
+Prints a stage x layer table, in microseconds per environment step, and findings, the most expensive
+first, each with the most that could be gained (Amdahl's law). Seconds per stage are those of the
+steady window, which was not traced; the trace tells how each stage's divide into layers. Without a
+trace there are stages but no layers; without a GPU nothing is said about one. Exit status 1 if
+there is no report to read.
 """
 
 import argparse
+import signal
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import traces
-from run_dirs import as_text, per_step, read_json, short, shown
+from run_dirs import as_text, check_numbers, per_step, read_json, short, shown
 from traces import CPU_LAYERS
 
 SHORT_OPERATOR = 20e-6  # seconds; below it an operator costs what its dispatch costs
-NOTHING = 0.02  # of the time; a finding that could gain less is not worth reading
-REQUIRED = ("sps_steady", "stages", "window", "gpu")
-Finding = tuple[float, str, str]  # the share of the time that it is about, a sentence, what to do
+NOTHING = 0.05  # of the time; a finding that could gain less is not worth reading
+TIMES = {**CPU_LAYERS, "total": "total", "gpu_s": "GPU", "gpu_overlap_s": "beside GPU"}
+COUNTS = {"backend_calls": "operators", "kernel_launches": "launches", "graph_replays": "replays"}
+ADVICE = {
+    "simulation": "more environments in other processes or threads (EnvPool), environments that "
+    "are tensors on the GPU, or stepping them while the GPU updates",
+    "logging": "log every n-th time only",
+    "checkpoint": "write it less often",
+    "untracked": "open stages around what the loop does besides, and look again",
+    "untraced": "--stopwatch trace tells whether that is Python, operators or waiting",
+    "dispatch": "operators that short are mostly overhead: torch.compile the whole function, so "
+    "that it is one call",
+    "arithmetic": "calls that long are arithmetic or memory: count the FLOPs, then look at "
+    "threads, precision, layout, batch size",
+    "python": "NumPy, conversions, attribute look-ups and loops: move them out of the step, or do "
+    "them once per rollout",
+    "launch": "one CUDA graph instead of many launches: a replay is one call; fewer copies",
+    "wait": "a synchronization: look for .item(), .cpu(), .numpy(), print, `if` on a tensor and "
+    "copies from memory that is not pinned; log from the GPU once per many steps",
+    "idle": "launch the update, then simulate while it runs; capture what is small",
+}
+Finding = tuple[float, str, str]  # share of the time, what takes it, which advice
 
 
 def read(path: Path, steps: int) -> dict:
-    """The stopwatch's report in a run directory or file, its trace reduced, or that of a trace.
-
-    ValueError says what is wrong with it.
-    """
+    """The report of a run directory or file, its trace reduced; ValueError says what is wrong."""
     if path.suffix == ".gz":
         trace = traces.reduce_trace(traces.read_events(path), 1, steps, None)
         spent = {name: sum(s[f] or 0 for f in CPU_LAYERS) for name, s in trace["stages"].items()}
@@ -42,130 +58,56 @@ def read(path: Path, steps: int) -> dict:
         return {"sps_steady": None, "window": window, "stages": stages, "trace": trace}
     path = path / "stages.json" if path.is_dir() else path
     report = read_json(path)
-    if missing := [name for name in REQUIRED if name not in report]:
-        raise ValueError(f"is no report of the stopwatch: it has no {missing[0]!r}")
-    if not isinstance(report["stages"], dict) or not report["window"].get("env_steps"):
-        raise ValueError("is the report of a run that made no steps")
+    check_numbers(report, "stages.json:")
     return report | {"trace": traces.read_trace(path.parent, report)}
-
-
-def microseconds(seconds: float) -> str:
-    return f"{short(seconds * 1e6)} us"
 
 
 def table(stages: dict[str, dict[str, float]]) -> list[list[str]]:
     """Stage x layer, what nobody measured left out."""
-    total = sum(fields["total"] for fields in stages.values())
-    layers = [name for name in CPU_LAYERS if any(fields.get(name) for fields in stages.values())]
-    extra = {"gpu_s": "GPU", "gpu_overlap_s": "beside GPU"}
-    extra = {k: v for k, v in extra.items() if any(k in fields for fields in stages.values())}
-    counts = {"backend_calls": "operators", "kernel_launches": "launches"}
-    counts |= {"graph_replays": "replays"}
-    counts = {k: v for k, v in counts.items() if any(k in fields for fields in stages.values())}
-    heading = ["us per step", *(CPU_LAYERS[name] for name in layers), "total", "share"]
-    rows = [[*heading, *extra.values(), *counts.values()]]
-    whole: dict[str, float] = {}
-    for fields in stages.values():
-        for name, value in fields.items():
-            whole[name] = whole.get(name, 0) + value
+    whole = sum(map(Counter, stages.values()), Counter())
+    known = {name: title for name, title in (TIMES | COUNTS).items() if whole[name]}
+    rows = [["us per step", "share", *known.values()]]
     for stage, fields in [*stages.items(), ("total", whole)]:
-        times = [1e6 * fields.get(name, 0) for name in (*layers, "total")]
-        cells = [stage, *map(short, times), f"{100 * fields['total'] / total:.0f}%"]
-        cells += [short(1e6 * fields.get(name, 0)) for name in extra]
-        rows.append(cells + [short(fields.get(name, 0)) for name in counts])
+        values = [fields.get(name, 0) * (1e6 if name in TIMES else 1) for name in known]
+        share = f"{100 * fields['total'] / whole['total']:.0f}%"
+        rows.append([stage, share, *map(short, values)])
     return rows
-
-
-def at_most(share: float) -> str:
-    """The speed-up if `share` of the time were gone (Amdahl's law)."""
-    return f"{1 / (1 - share):.2f}x at most" if share < 0.99 else "100x or more"
 
 
 def findings(report: dict) -> list[Finding]:
     """What the numbers say, the largest share first."""
-    stages, found = per_step(report, report["trace"]), []
+    stages, trace, found = per_step(report, report["trace"]), report["trace"], []
     total = sum(fields["total"] for fields in stages.values())
     for name, fields in stages.items():
-        found += of_stage(name, fields, total)
-    if report["trace"] and report["trace"]["gpu_busy"] is not None:
-        found += of_gpu(report["trace"]["gpu_busy"], stages, total)
+        found += ((s / total, what, advice) for s, what, advice in of_stage(name, fields))
+    if trace and trace["gpu_busy"] is not None:
+        idle = {name: f["total"] - f.get("gpu_overlap_s", 0) for name, f in stages.items()}
+        worst = sorted(idle, key=lambda name: -idle[name])[:2]
+        what = f"the GPU idles, mostly in {' and '.join(worst)}"
+        found.append((1 - trace["gpu_busy"], what, "idle"))
     return sorted((f for f in found if f[0] >= NOTHING), key=lambda finding: -finding[0])
 
 
-def of_stage(name: str, fields: dict[str, float], total: float) -> Iterator[Finding]:
-    share = fields["total"] / total
-    takes = f"{name} takes {share:.0%} of the time"
-    if name == "simulation" and fields.get("backend_s", 0) > fields["total"] / 2:
-        # environments that are tensors or kernels, perhaps with acting in the same function
-        yield from of_computation("simulation, made of operators,", fields, total)
-    elif name == "simulation":
-        what = f"{takes}, {microseconds(fields['total'])} per environment step"
-        advice = f"without it the script would gain {at_most(share)}. Try more environments in "
-        advice += "other processes or threads (EnvPool), environments as tensors on the GPU, or "
-        yield share, what, advice + "step them while the GPU updates"
-    elif name == "logging":
-        yield share, takes, "log every n-th time only"
-    elif name == "checkpoint":
-        yield share, takes, "write it less often"
-    elif name == "untracked":
-        if share > 0.1:
-            advice = "open stages around what the loop does besides, and look again"
-            yield share, f"{share:.0%} of the time is in no stage", advice
-    elif "python_s" not in fields:
-        if share > 0.1:
-            advice = "--stopwatch trace tells whether that is Python, operators or waiting"
-            yield share, f"{takes}, {microseconds(fields['total'])} per step", advice
-    else:
-        yield from of_computation(name, fields, total)
-
-
-def of_computation(name: str, fields: dict[str, float], total: float) -> Iterator[Finding]:
-    """Inference, replay, backpropagation: is it Python, dispatch, launching or arithmetic?"""
+def of_stage(name: str, fields: dict[str, float]) -> Iterator[Finding]:
+    """Is it the simulator, Python, dispatch, launching, waiting or arithmetic? In seconds."""
+    total, calls = fields["total"], fields.get("backend_calls", 0)
     python, backend = fields.get("python_s", 0), fields.get("backend_s", 0)
-    calls, launches = fields.get("backend_calls", 0), fields.get("kernel_launches", 0)
-    length, replays = backend / calls if calls else 0, fields.get("graph_replays", 0)
-    if calls and length < SHORT_OPERATOR:
-        share = (python + backend) / total
-        what = f"{name} takes {share:.0%} of the time for {short(calls)} operators per step of "
-        what += f"{microseconds(length)} each and {microseconds(python)} of Python between"
-        advice = "operators that short are mostly overhead: torch.compile the whole function, so "
-        yield share, what, f"{advice}that it is one call; {at_most(share)}"
+    made_of_operators = backend > total / 2  # environments that are tensors, perhaps with acting
+    alone = name in ADVICE and not (name == "simulation" and made_of_operators)
+    if alone or "python_s" not in fields:  # the latter without a trace
+        yield total, f"{name}, {short(total * 1e6)} us per step", name if alone else "untraced"
+        return
+    each = f"{short(calls)} operators per step of {short(1e6 * backend / (calls or 1))} us"
+    if calls and backend / calls < SHORT_OPERATOR:
+        yield python + backend, f"{name}: {each} and Python between them", "dispatch"
     else:
-        share, what = backend / total, f"{name} computes on the CPU {backend / total:.0%} of the"
-        each = f"{microseconds(length)} each" if calls else "no call ended in the window"
-        advice = "calls that long are arithmetic or memory: count the FLOPs, then look at threads, "
-        advice += f"precision, layout, batch size; {at_most(share)}"
-        yield share, f"{what} time, in {short(calls)} calls per step, {each}", advice
-        share, what = python / total, f"{name} is in Python {python / total:.0%} of the time"
-        advice = "NumPy, conversions, attribute look-ups and loops: move them out of the step, do "
-        advice += f"them once per rollout; {at_most(share)}"
-        yield share, f"{what}, {microseconds(python)} per step", advice
-    share = fields.get("cuda_launch_s", 0) / total
-    what = f"{name} spends {share:.0%} of the time in the CUDA API: {short(launches)} launches and "
-    advice = "few calls are left: one graph instead of several, fewer copies"
-    if launches > 10 * replays:
-        advice = "capture them in one CUDA graph: a replay is one call"
-    yield share, f"{what}{short(replays)} replays per step", f"{advice}; {at_most(share)}"
-
-
-def of_gpu(busy: float, stages: dict[str, dict[str, float]], total: float) -> Iterator[Finding]:
-    """Hidden synchronizations, and what an idle GPU waits for."""
-    idle = {}
-    for name, fields in stages.items():
-        waiting = fields.get("cuda_wait_s", 0)
-        alone = max(0.0, waiting - fields.get("gpu_with_cuda_wait_s", 0))
-        what = f"{name} waits for the GPU {waiting / total:.0%} of the time, "
-        what += f"{microseconds(waiting)} per step ({microseconds(alone)} of it with the GPU idle)"
-        advice = "look for .item(), .cpu(), .numpy(), print, `if` on a tensor and copies from "
-        advice += "memory that is not pinned; log from the GPU once per many steps"
-        yield waiting / total, f"{what}: a synchronization", advice
-        idle[name] = fields["total"] - fields.get("gpu_overlap_s", 0)
-    if busy < 0.8:
-        worst = sorted(idle, key=lambda name: -idle[name])[:2]
-        whom = " and ".join(f"{name} ({idle[name] / total:.0%})" for name in worst)
-        what = f"the GPU works {busy:.0%} of the time; the rest it waits, mostly for {whom}"
-        advice = "overlap: launch the update, then simulate while it runs; capture what is small"
-        yield 1 - busy, what, advice
+        yield backend, f"{name}: {each}", "arithmetic"
+        yield python, f"{name}: Python, {short(python * 1e6)} us per step", "python"
+    launches, replays = fields.get("kernel_launches", 0), fields.get("graph_replays", 0)
+    what = f"{name}: CUDA's API, {short(launches)} launches and {short(replays)} replays per step"
+    yield fields.get("cuda_launch_s", 0), what, "launch"
+    wait = fields.get("cuda_wait_s", 0)
+    yield wait, f"{name}: waiting for the GPU, {short(wait * 1e6)} us per step", "wait"
 
 
 def notes(report: dict) -> list[str]:
@@ -176,17 +118,7 @@ def notes(report: dict) -> list[str]:
     if window["seconds"] < 2:
         lines.append(f"the window has {short(window['seconds'])} s only: run for longer")
     if trace and (trace["inflation"] or 0) > 2:
-        lines.append(
-            f"tracing made it {trace['inflation']:.1f} times slower: what consists of many small "
-            "operators looks larger than it is"
-        )
-    warmup, wall = report.get("warmup_seconds"), report.get("wall_seconds")
-    if warmup and wall and warmup / wall > 0.25:
-        lines.append(f"{warmup:.0f} of {wall:.0f} s were warm-up and are not in the table")
-    if not trace:
-        lines.append("no trace: run it with --stopwatch trace for layers, calls and advice")
-    elif trace["gpu_busy"] is None:
-        lines.append("no GPU in this run: nothing is known about one")
+        lines.append(f"tracing made it {trace['inflation']:.1f} times slower, small operators most")
     return lines
 
 
@@ -196,7 +128,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="or file")
     parser.add_argument("--steps", type=int, default=1, help="in the window of a trace alone")
-    parser.add_argument("--top", type=int, default=5, help="findings to print")
     options = parser.parse_args(arguments)
     status = 0
     for path in options.runs:
@@ -206,22 +137,22 @@ def main(arguments: list[str] | None = None) -> int:
             if not stages:
                 raise ValueError("has no stages: the stopwatch was off")
             rows, found, known = table(stages), findings(report), notes(report)
-        except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+            speed = report["sps_steady"] and f": {short(report['sps_steady'])} environment steps/s"
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             reason = error if isinstance(error, ValueError) else "is no report of the stopwatch"
             print(f"{shown(path)} {reason}", file=sys.stderr)
             status = 1
             continue
-        speed = report["sps_steady"] and f": {short(report['sps_steady'])} environment steps/s"
-        print(f"{shown(path)}{speed or ''}")
-        print(f"\n{as_text(rows, labels=1)}\n")
-        for number, (_, what, advice) in enumerate(found[: options.top], start=1):
-            print(textwrap.fill(f"{number}. {what}.", 88, subsequent_indent="   "))
-            print(textwrap.fill(f"   -> {advice}.", 88, subsequent_indent="      "))
-        for line in known:
-            print(f"note: {line}.")
-        print()
+        print(f"{shown(path)}{speed or ''}\n\n{as_text(rows, labels=1)}\n")
+        for number, (share, what, advice) in enumerate(found, start=1):
+            gain = f"{1 / (1 - share):.2f}x" if share < 0.99 else "100x or more"
+            what = f"{number}. {what}: {share:.0%} of the time, without it {gain} at most."
+            print(textwrap.fill(what, 88, subsequent_indent="   "))
+            print(textwrap.fill(f"   -> {ADVICE[advice]}.", 88, subsequent_indent="      "))
+        print(*(f"note: {line}." for line in known), "", sep="\n")
     return status
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet where nobody reads on, as in "| head -1"
     sys.exit(main())

@@ -1,9 +1,9 @@
 """Reduces the trace of a training loop to seconds and calls per stage and layer.
 
-A trace is a file in Chrome's format, as `torch.profiler.profile().export_chrome_trace` writes it.
-The program that was traced marked its stages by `torch.profiler.record_function("stopwatch:NAME")`
-on one thread, and the whole window as the stage `untracked`; the innermost stage owns the moment.
-A stage's fields, with the profiler running and without Kineto's own overhead, are
+A trace is what `torch.profiler.profile().export_chrome_trace` writes. The traced program marked its
+stages by `torch.profiler.record_function("stopwatch:NAME")` on one thread, and the whole window as
+the stage `untracked`; the innermost stage owns the moment. A stage's fields, without Kineto's own
+overhead, and those of the GPU None if the trace shows none:
 
     cuda_wait_s, cuda_launch_s, backend_s, python_s, simulator_s
                     CPU time, each without those before it: synchronizations and blocking copies;
@@ -17,8 +17,6 @@ A stage's fields, with the profiler running and without Kineto's own overhead, a
     backend_calls   outermost operators per thread, Python to backend in RL-Scope's transitions
     cuda_api_calls, kernel_launches, graph_replays, kernels
                     backend to CUDA; all kernels of a graph replay count as kernels
-
-and those of the GPU are None if the trace shows none.
 """
 
 import gzip
@@ -30,16 +28,16 @@ from itertools import pairwise
 from pathlib import Path
 
 PREFIX = "stopwatch:"
-CPU_LAYERS = {  # field -> title; a moment belongs to the last one that it can
+CPU_LAYERS = {  # field -> title
     "simulator_s": "simulator",
     "python_s": "Python",
     "backend_s": "backend",
     "cuda_launch_s": "CUDA API",
     "cuda_wait_s": "GPU wait",
 }
+FIRST = ("overhead", "cuda_wait_s", "cuda_launch_s", "backend_s")  # a moment is the first's
 CALLS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
-OVERLAPS = tuple(f"gpu_with_{layer}" for layer in CPU_LAYERS)
-FIELDS = (*CPU_LAYERS, "gpu_s", "gpu_overlap_s", *OVERLAPS, *CALLS)
+FIELDS = (*CPU_LAYERS, "gpu_s", "gpu_overlap_s", *(f"gpu_with_{x}" for x in CPU_LAYERS), *CALLS)
 LAYERS = {"cpu_op": "backend_s", "overhead": "overhead"}
 LAYERS |= dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "gpu_s")
 
@@ -80,16 +78,15 @@ def reduce_calls(events: list[dict]) -> list[tuple]:
 
     Operators inside of others are left out: they change nothing, and most events are that.
     """
-    known, found, pageable, operators, calls = {}, [], set(), {}, []
+    found, pageable, operators, calls = [], set(), {}, []
     for event in events:
-        signs = event.get("cat"), event.get("name", "")
-        if signs not in known:
-            known[signs] = layer_of(*signs)
-        if known[signs] and event["ph"] == "X":
+        name = event.get("name", "")
+        layer = layer_of(event.get("cat"), name)
+        if layer and event["ph"] == "X":
             start, correlation = round(event["ts"] * 1000), event.get("args", {}).get("correlation")
             end = start + max(1, round(event["dur"] * 1000))
-            found.append((start, end, known[signs], signs[1], correlation, event["tid"]))
-            if signs[1].endswith("-> Pageable)"):
+            found.append((start, end, layer, name, correlation, event["tid"]))
+            if name.endswith("-> Pageable)"):
                 pageable.add(correlation)
     in_order = sorted(found, key=lambda call: (call[0], -call[1]))  # parents first
     for start, end, layer, name, correlation, thread in in_order:
@@ -103,10 +100,8 @@ def reduce_calls(events: list[dict]) -> list[tuple]:
     return calls
 
 
-def reduce_trace(
-    events: list[dict], iterations: int, env_steps: int, untraced_seconds: float | None
-) -> dict:
-    """Events of a trace window -> stages and totals; `untraced_seconds` is that of an iteration.
+def reduce_trace(events: list, iterations: int, env_steps: int, untraced: float | None) -> dict:
+    """Events of a trace window -> stages and totals; `untraced` is the seconds of an iteration.
 
     One sweep over time. Kernels belong to the stage with the CUDA call that launched them.
     """
@@ -115,7 +110,7 @@ def reduce_trace(
         edges += (start, 1, -end, i), (end, 0, 0, i)  # sorts ends first, then parents
     stages = defaultdict(Counter)  # {stage, None out of the window: {field: ns or calls}}
     bounds = {PREFIX + "untracked"} & {call[3] for call in calls}  # else all stages count
-    stack, owner, launcher, kernels = [], None, {}, []  # launcher: {correlation id: stage}
+    stack, owner, launcher = [], None, {}  # launcher: {correlation id: stage}
     layers, lanes, on_gpu = Counter(), Counter(), []  # what runs: by layer, by thread; its ids
     for (at, opens, _, i), (until, *_) in pairwise(sorted(edges)):
         _, _, layer, name, correlation, thread = calls[i]
@@ -127,7 +122,7 @@ def reduce_trace(
         elif layer == "gpu_s":
             on_gpu.append(correlation) if opens else on_gpu.remove(correlation)
             if opens and not name.startswith(("Memcpy", "Memset")):
-                kernels.append(correlation)
+                stages[launcher.get(correlation)]["kernels"] += 1
         elif layer != "overhead":
             lane, stage = (thread, layer[:4]), stages[owner]  # launches and waits are "cuda"
             outermost = opens and not lanes[lane]
@@ -142,19 +137,14 @@ def reduce_trace(
                 launcher[correlation] = owner  # all kernels of a graph replay share its id
         if owner is None or until == at:
             continue
-        for field in ("overhead", "cuda_wait_s", "cuda_launch_s", "backend_s"):
-            if layers[field]:
-                break
-        else:
-            field = "simulator_s" if owner == "simulation" else "python_s"
+        rest = "simulator_s" if owner == "simulation" else "python_s"
+        field = next((name for name in FIRST if layers[name]), rest)
         stages[owner][field] += until - at
         if on_gpu:
             stages[owner]["gpu_overlap_s"] += until - at
             stages[owner][f"gpu_with_{field}"] += until - at
             for stage in {launcher.get(correlation) for correlation in on_gpu}:
                 stages[stage]["gpu_s"] += until - at
-    for correlation in kernels:
-        stages[launcher.get(correlation)]["kernels"] += 1
 
     stages.pop(None, None)
     total = sum(stages.values(), Counter())
@@ -164,9 +154,8 @@ def reduce_trace(
     gpu = bool(launcher or total["gpu_overlap_s"])
     fields = [f for f in FIELDS if gpu or not f.startswith(("cuda", "gpu", "kernel", "graph"))]
     return {
-        "iterations": iterations,
         "env_steps": env_steps,
-        "inflation": cpu / 1e9 / iterations / untraced_seconds if untraced_seconds else None,
+        "inflation": cpu / 1e9 / iterations / untraced if untraced else None,
         "gpu_busy": total["gpu_overlap_s"] / (cpu + total["overhead"]) if gpu else None,
         "stages": {
             name: dict.fromkeys(FIELDS)

@@ -97,7 +97,7 @@ def test_a_trace_of_everything():
     assert (untracked["gpu_overlap_s"], untracked["gpu_s"]) == (20, 0)
     assert trace["gpu_busy"] == pytest.approx((140 + 10 + 20 + 20) / 1000)
     assert trace["inflation"] == pytest.approx((1000 - 10) / 2 / 100)
-    assert (trace["iterations"], trace["env_steps"]) == (2, 4)
+    assert trace["env_steps"] == 4
     assert set(trace["stages"]) == {"simulation", "backpropagation", "untracked"}
 
 
@@ -256,7 +256,7 @@ def cpu_work():
         (weights @ weights).sum().backward()
 
 
-def test_a_real_trace_of_a_small_loop(tmp_path):
+def test_a_real_trace_of_a_small_loop(tmp_path, capsys):
     trace = traced_loop(tmp_path / "trace.json.gz", cpu_work, 5)
     stages = trace["stages"]
     assert trace["inflation"] > 0 and trace["gpu_busy"] is None
@@ -269,8 +269,8 @@ def test_a_real_trace_of_a_small_loop(tmp_path):
     parts = [stage[part] or 0 for stage in stages.values() for part in CPU_LAYERS]
     assert sum(parts) == pytest.approx(trace["inflation"] * 1e-3 * 5)
     json.dumps(trace, allow_nan=False)
-    status, said, _ = read_out(tmp_path / "trace.json.gz", "--steps", "5")  # as a file alone
-    table = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.strip()}
+    status, said, _ = read_out(capsys, tmp_path / "trace.json.gz", "--steps", "5")  # a file alone
+    table = cells(said)
     assert status == 0 and table["inference"][-1] == "1" and "steps/s" not in said
     assert float(table["total"][-1]) == sum(s["backend_calls"] for s in stages.values()) / 5
 
@@ -292,7 +292,7 @@ def test_a_traced_cuda_graph(tmp_path):
 
     trace = traced_loop(tmp_path / "trace.json.gz", work, 10)
     update = trace["stages"]["backpropagation"]
-    assert update["graph_replays"] == trace["iterations"] == 10
+    assert update["graph_replays"] == 10
     assert update["kernels"] >= update["graph_replays"] and update["gpu_s"] > 0
     assert 0 < trace["gpu_busy"] <= 1
     assert trace["stages"]["logging"]["cuda_wait_s"] > 0
@@ -301,46 +301,51 @@ def test_a_traced_cuda_graph(tmp_path):
 # In words
 
 
-def read_out(path, *flags):
-    done = subprocess.run(
-        [sys.executable, "plots/profile.py", path, *flags], cwd=ROOT, capture_output=True, text=True
-    )
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout, done.stderr
+def read_out(capsys, path, *flags):
+    """What plots/profile.py says of a path: exit status, output, errors."""
+    status = profile["main"]([str(path), *flags])
+    said = capsys.readouterr()
+    return status, said.out if flags else " ".join(said.out.split()), said.err
+
+
+def cells(said):
+    return {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.strip()}
 
 
 def test_profile_reads_a_run_out(tmp_path):
-    status, said, _ = read_out(make_run(tmp_path, 1, config(), report()))
-    assert status == 0
+    """As a process of its own."""
+    path = make_run(tmp_path, 1, config(), report())
+    command = [sys.executable, "plots/profile.py", path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    said = done.stdout
     assert max(map(len, said.splitlines()[1:])) <= 100
-    table = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.strip()}
-    assert table["backpropagation"][:4] == ["0", "20,000", "40,000", "60,000"]
-    assert table["total"][:5] == ["10,000", "45,000", "45,000", "100,000", "100%"]
-    assert "1. backpropagation computes on the CPU 40% of the time" in said
-    assert "1.67x at most" in said  # Amdahl's law for 40%
-    assert "simulation takes 10% of the time" in said and "GPU:" not in said
+    heading = "us per step share simulator Python backend total operators".split()
+    assert said.splitlines()[2].split() == heading
+    assert cells(said)["backpropagation"][:5] == ["60%", "0", "20,000", "40,000", "60,000"]
+    assert cells(said)["total"][:5] == ["100%", "10,000", "45,000", "45,000", "100,000"]
+    said = " ".join(said.split())
+    assert "1. backpropagation: 200 operators per step of 200 us: 40% of the time" in said
+    assert "without it 1.67x at most" in said  # Amdahl's law for 40%
+    assert "simulation, 10,000 us per step: 10% of the time" in said and "GPU:" not in said
 
 
-def test_short_operators_are_called_overhead(tmp_path):
+def test_short_operators_are_called_overhead(tmp_path, capsys):
     path = make_run(tmp_path, 1, config(), report(), trace_events(operators=40_000))
-    _, said, _ = read_out(path)
-    assert "backpropagation takes 60% of the time for 4,000 operators per step of 10 us each" in (
-        " ".join(said.split())
-    )
+    _, said, _ = read_out(capsys, path)
+    assert "4,000 operators per step of 10 us and Python between them: 60% of the time" in said
     assert "torch.compile" in said
 
 
-def test_profile_on_a_gpu_names_synchronizations_and_what_the_gpu_waits_for(tmp_path):
+def test_profile_on_a_gpu_names_synchronizations_and_what_the_gpu_waits_for(tmp_path, capsys):
     path = make_run(tmp_path, 1, config(gpu="H"), report(gpu=True))
-    status, said, _ = read_out(path, "--top", "9")
-    said = " ".join(said.split())
-    assert status == 0 and "backpropagation waits for the GPU 30% of the time" in said
-    assert "380 launches" not in said and "38 launches and 1 replays per step" in said
-    assert "CUDA graph" in said and ".item()" in said
-    assert "the GPU works 33% of the time; the rest it waits, mostly for" in said
+    status, said, _ = read_out(capsys, path)
+    waits = "backpropagation: waiting for the GPU, 30,000 us per step: 30% of the time"
+    assert status == 0 and waits in said and ".item()" in said
+    assert "CUDA's API, 38 launches and 1 replays per step" in said and "one CUDA graph" in said
+    assert "the GPU idles, mostly in backpropagation and inference: 67% of the time" in said
 
 
-def test_profile_of_a_script_of_your_own(tmp_path):
+def test_profile_of_a_script_of_your_own(tmp_path, capsys):
     """No config.json, no TensorBoard: stages.json and the trace that it names are enough."""
     weight = torch.zeros(8, 8, requires_grad=True)
 
@@ -356,33 +361,34 @@ def test_profile_of_a_script_of_your_own(tmp_path):
     made["stages"] = {name: made["stages"][name] for name in ("simulation", "backpropagation")}
     made["trace"] = {"file": "mine.json.gz", "iterations": 5, "env_steps": 5}
     (tmp_path / "stages.json").write_text(json.dumps(made))
-    status, said, _ = read_out(tmp_path / "stages.json")
-    assert status == 0 and "simulation takes" in said and "operators" in said
-    assert "backpropagation" in said
+    status, said, _ = read_out(capsys, tmp_path / "stages.json")
+    assert status == 0 and "simulation, " in said and "operators" in said
+    assert "backpropagation: " in said
 
 
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "{}", '{"sps_steady": 1, "stages": 3, "window": {}, "gpu": {}}', None],
 )
-def test_profile_of_something_else_is_one_line(tmp_path, content):
+def test_profile_of_something_else_is_one_line(tmp_path, capsys, content):
     path = tmp_path / "stages.json"
     if content is not None:
         path.write_text(content)
     for place in (path, tmp_path):
-        status, said, error = read_out(place)
+        status, said, error = read_out(capsys, place)
         assert status == 1 and said == "" and len(error.splitlines()) == 1
-    made = report()
-    path.write_text(json.dumps(made))
-    assert read_out(path)[::2] == (1, f"{path} has no trace.json.gz\n")
-    del made["window"]["seconds"]
-    path.write_text(json.dumps(made))
-    assert read_out(path)[::2] == (1, f"{path} is no report of the stopwatch\n")
 
 
-def test_profile_without_a_trace_or_stages(tmp_path):
-    _, said, _ = read_out(make_run(tmp_path, 1, config(), report() | {"trace": None}))
-    assert "--stopwatch trace" in said and "backpropagation takes 60% of the time" in said
+def test_profile_of_a_report_that_lacks_something(tmp_path, capsys):
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps(report()))
+    assert read_out(capsys, path) == (1, "", f"{path} has no trace.json.gz\n")
+    path.write_text(json.dumps(report() | {"window": {"iterations": 5}}))
+    assert read_out(capsys, path) == (1, "", f"{path} is no report of the stopwatch\n")
+    path.write_text(json.dumps(report() | {"wall_seconds": float("nan")}))
+    assert "wall_seconds nan, which is no finite number" in read_out(capsys, path)[2]
+    _, said, _ = read_out(capsys, make_run(tmp_path, 1, config(), report() | {"trace": None}))
+    assert "--stopwatch trace" in said and "backpropagation, 60,000 us per step: 60%" in said
     off = report() | {"trace": None, "stages": {}}
-    status, _, error = read_out(make_run(tmp_path, 2, config(), off))
+    status, _, error = read_out(capsys, make_run(tmp_path, 2, config(), off))
     assert status == 1 and "the stopwatch was off" in error
