@@ -1,17 +1,15 @@
-"""What is drawn and said about runs: curves, breakdowns, profiles, the stopwatch's overhead."""
+"""What is drawn and said about runs: curves, breakdowns, the scaling study's figures, records."""
 
-import html
 import json
 import math
-import re
-import shutil
 import subprocess
 import sys
+import warnings
 
 import breakdown
 import curves
+import env_figures
 import numpy as np
-import overhead
 import pytest
 import record
 import run_dirs
@@ -26,6 +24,7 @@ from fake_runs import (
     trace_events,
     write_events,
 )
+from matplotlib.colors import to_rgb
 from traces import reduce_trace
 
 
@@ -44,12 +43,17 @@ def runs(tmp_path):
         for i, row in enumerate(("baseline", "compile")):
             made = report(steady=(1 + i) * 10.0 * seed)
             path = make_run(folder, 10 * seed + i, config(row, seed, total_timesteps=1000), made)
-            rows = [("charts/SPS", 0, 0, 0.0)]
-            for k in range(1, 21):
-                rows.append(("charts/episodic_return", 50 * k, k / (1 + i), float(k * seed)))
-                rows.append(("charts/SPS", 50 * k, k / (1 + i), 50.0 * (1 + i)))
-            write_events(path, rows)
+            write_events(path, events(seed, 1 + i))
     return folder
+
+
+def events(seed, speed):
+    """20 returns, the last one of 20 seed, in 20 / speed seconds."""
+    rows = [("charts/SPS", 0, 0, 0.0)]
+    for k in range(1, 21):
+        rows.append(("charts/episodic_return", 50 * k, k / speed, float(k * seed)))
+        rows.append(("charts/SPS", 50 * k, k / speed, 50.0 * speed))
+    return rows
 
 
 # Reading
@@ -191,51 +195,70 @@ def test_where_one_seed_is_left_there_is_a_mean_and_no_interval():
     assert np.isnan(curves.band("bootstrap", values[:1])).all()
 
 
-def test_speed_between_two_rows():
-    series = run_dirs.Series(*np.array([[0, 100, 300], [0, 2, 4], [0, 0, 0]], dtype=float))
-    found = curves.steps_per_second(series)
-    assert found.values.tolist() == [50, 100] and found.seconds.tolist() == [2, 4]
-
-
-def test_labels_do_not_cover_each_other():
-    placed = curves.spread_labels([0.5, 0.5, 0.9], 0.1)
-    assert min(np.diff(sorted(placed))) >= 0.1 - 1e-9 and np.mean(placed) == pytest.approx(1.9 / 3)
-
-
-def test_the_area_under_the_utilization():
-    assert curves.area(np.array([2.0, 4, 6]), np.array([0.0, 100, 50])) == pytest.approx(1 + 1.5)
-
-
 def test_curves_of_real_files(runs, tmp_path, capsys):
-    out = tmp_path / "out/name"
-    assert curves.main([str(runs), "--out", str(out)]) == 0
-    made = sorted(path.name for path in out.parent.iterdir())
-    kinds = ("learning", "scores", "speed")
-    files = [f"name_{kind}.{end}" for kind in kinds for end in ("png", "svg")]
-    # no GPU: no figure of one, and a line that says so
-    assert made == sorted([*files, "name_scores.json", "name_scores.md"])
-    assert "not measured, no run had a GPU" in capsys.readouterr().err
-    assert min(image_size(out.parent / "name_learning.png")) > 300
-    text = (out.parent / "name_learning.svg").read_text()
-    for word in (
-        "SAC: HalfCheetah-v5, 2 runs a line",
-        "environment steps",
-        "wall-clock",
-        "compile",
-    ):
-        assert word in text
-    again = tmp_path / "again/name"
-    curves.main([str(runs), "--out", str(again)])
-    assert (again.parent / "name_learning.svg").read_text() == text
-
-
-def test_gpu_utilization_is_drawn_with_its_area(runs, tmp_path):
+    """One folder: two rows with a GPU, runs of CleanRL, one with a single episode, broken ones."""
     for i, row in enumerate(("baseline", "compile+cudagraphs")):
-        make_run(tmp_path / "gpu", i, config(row, gpu="H"), report(gpu=True))
-    curves.main([str(tmp_path / "gpu"), "--out", str(tmp_path / "out/c")])
-    text = (tmp_path / "out/c_gpu.svg").read_text()
-    assert text.count("2.5 GPU-seconds") == 2
-    assert not (tmp_path / "out/c_learning.png").exists()  # these runs have no events
+        make_run(runs, 40 + i, config(row, 3, gpu="H"), report(gpu=True))
+    single = make_run(runs, 50, config(script="td3_continuous_action"), stages(10.0))
+    write_events(single, [("charts/episodic_return", 900, 5, 3.0)])
+    for seed in (1, 2):
+        write_events(runs / f"HalfCheetah-v5__{SCRIPT}__{seed}__170000000{seed}", events(seed, 0.5))
+    wrong = {
+        60: (report() | {"sps_steady": float("inf")}, "stages.json: sps_steady inf"),
+        61: (report() | {"wall_seconds": float("nan")}, "stages.json: wall_seconds nan"),
+        62: (report() | {"sps_inclusive": "fast"}, "stages.json: sps_inclusive 'fast'"),
+        63: (report() | {"sps_steady": [1.0]}, "some other program"),
+        64: (report() | {"stages": 5}, "some other program"),
+    }
+    for number, (broken, _) in wrong.items():
+        make_run(runs, number, config(), broken)
+    make_run(runs, 65, config(gpu="H"), stages(10.0) | {"gpu": {"nvml_samples": [5, 6]}})
+    (runs / "notes").mkdir()
+    out = tmp_path / "out/name"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert curves.main([str(runs), "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    for number, (_, reason) in wrong.items():
+        (line,) = (line for line in said.err.splitlines() if f"__{number} " in line)
+        assert reason in line
+    assert "notes has no config.json" in said.err and said.err.count("skipped") == len(wrong) + 1
+    kinds = ("gpu", "learning", "scores", "speed")
+    files = [f"name_{kind}.{end}" for kind in kinds for end in ("png", "svg")]
+    assert sorted(path.name for path in out.parent.iterdir()) == sorted(
+        [*files, "name_scores.json"]
+    )
+    assert min(image_size(out.parent / "name_learning.png")) > 300
+    text = {kind: (out.parent / f"name_{kind}.svg").read_text() for kind in kinds}
+    for words in ("SAC: HalfCheetah-v5", "TD3: HalfCheetah-v5", "environment steps", "wall-clock"):
+        assert words in text["learning"]
+    for line in ("baseline (n=2)", "compile (n=2)", "CleanRL (n=2)", "baseline (n=1)"):
+        assert line in text["learning"]
+    assert "CleanRL (n=2)" in text["speed"] and "unknown for CleanRL" in text["speed"]
+    assert "compile+cudagraphs: 2.5 GPU-seconds (n=1)" in text["gpu"]
+    rows = {
+        row["line"]: row["iqm"] for row in json.loads(out.with_name("name_scores.json").read_text())
+    }
+    assert rows == {line: (15.5 + 31) / 2 for line in ("baseline", "compile", "CleanRL")}
+
+
+def test_a_reader_who_leaves_early_sees_no_traceback(runs, tmp_path):
+    """As in `| head -1`; one run of CleanRL alone is enough, named by its own directory."""
+    path = runs / "Hopper-v4__sac_continuous_action__1__1700000000"
+    write_events(path, events(1, 1))
+    command = [sys.executable, "-u", "plots/curves.py", path, "--out", tmp_path / "out/c"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert "Traceback" not in said and "BrokenPipe" not in said and "no figure of gpu" in said
+    assert "Hopper-v4" in (tmp_path / "out/c_learning.svg").read_text()
+
+
+def test_speed_is_between_two_rows():
+    series = run_dirs.Series(*np.array([[0, 100, 300], [0, 2, 4], [0, 0, 0]], dtype=float))
+    seconds, found = curves.speed({curves.SPS: series})
+    assert found.tolist() == [50, 100] and seconds.tolist() == [2, 4]
+    assert curves.speed({}) is None
 
 
 # Sweeps
@@ -296,14 +319,13 @@ def test_bands_are_what_they_say():
 
 def test_curves_are_compared_wherever_one_has_a_value():
     grid = curves.union_grid([np.array([1.0, 3.0]), np.array([2.0, 3.0, 4.0])])
-    assert grid.tolist() == [1, 2, 3, 4]
-    assert len(curves.union_grid([np.arange(5000.0)])) == curves.POINTS
-    ends = curves.union_grid([np.arange(5000.0)])[[0, -1]]
-    assert ends.tolist() == [0, 4999]
+    assert grid.tolist() == [1, 1.5, 2, 2.5, 3, 3.5, 4]
+    many = curves.union_grid([np.arange(5000.0)])
+    assert len(many) == 2 * curves.POINTS - 1 and many[[0, -1]].tolist() == [0, 4999]
 
 
 def test_no_line_joins_two_runs_with_a_gap_between_them():
-    grid = curves.with_middles(curves.union_grid([np.array([1.0, 2.0]), np.array([6.0, 7.0])]))
+    grid = curves.union_grid([np.array([1.0, 2.0]), np.array([6.0, 7.0])])
     both = [([1.0, 2.0], [5.0, 6.0]), ([6.0, 7.0], [5.0, 6.0])]
     values = np.array([curves.on_grid(grid, np.array(x), np.array(y)) for x, y in both])
     np.testing.assert_array_equal(curves.mean_of_known(values), [5, 5.5, 6, np.nan, 5, 5.5, 6])
@@ -327,142 +349,39 @@ def test_interquartile_mean_is_of_the_middle_half():
 
 
 def test_the_stratified_bootstrap_draws_within_each_task():
-    """Between two tasks lies a gulf, which must not widen the interval."""
+    """Between two tasks lies a gulf: drawn from both alike, half of the runs would be of one."""
     rng = np.random.default_rng(0)
-    tasks = [rng.normal(0, 1, 50), rng.normal(1000, 1, 50)]
-    low, high = curves.stratified(tasks, lambda s: s.mean(-1))
-    expected = 2 * 1.96 * np.sqrt(sum(t.var() / 50 for t in tasks)) / 2
-    assert high - low == pytest.approx(expected, rel=0.15)
+    low, high = curves.stratified([rng.normal(0, 1, 50), rng.normal(1000, 1, 50)])
+    assert 400 < low < high < 600 and high - low < 100
 
 
-def test_time_to_target_counts_who_never_arrives(sweep_runs, tmp_path, capsys):
+def test_scores_count_who_never_arrives(sweep_runs, tmp_path, capsys):
     out = tmp_path / "out/s"
     assert curves.main([str(sweep_runs), "--last", "1", "--target", "92", "--out", str(out)]) == 0
     rows = json.loads(out.with_name("s_scores.json").read_text())
     assert [row["line"] for row in rows] == ["gae_lambda=0.9", "gae_lambda=1"]
-    assert [row["target"]["never"] for row in rows] == [1, 0]  # seed 1 ends at 91
-    assert rows[0]["target"]["times"] == [None, 200.0, 400.0]
-    assert rows[0]["target"]["median"] == 400.0  # infinity is the last of three
-    assert rows[1]["iqm"]["value"] == pytest.approx(102) and rows[1]["runs"] == 3
-    assert rows[1]["iqm"]["low"] < 102 < rows[1]["iqm"]["high"]
+    assert rows[0]["times"] == [None, 200.0, 400.0]  # seed 1 ends at 91
+    assert None not in rows[1]["times"]
+    assert rows[1]["iqm"] == pytest.approx(102) and rows[1]["runs"] == 3
+    assert rows[1]["low"] < 102 < rows[1]["high"]
     text = out.with_name("s_scores.svg").read_text()
-    for word in ("interquartile mean", "% of runs that have reached 92", "gae_lambda=0.9"):
-        assert word in text
-    said = capsys.readouterr().out
-    assert "steps until 92, median" in said
-
-
-def test_performance_profile():
-    found = curves.performance_profile(np.array([1.0, 2.0, 3.0]), np.array([0.0, 1.0, 2.5, 3.0]))
-    assert found.tolist() == [1, 1, pytest.approx(1 / 3), pytest.approx(1 / 3)]
+    assert "interquartile mean" in text and "gae_lambda=0.9" in text
+    figure = curves.draw_scores(rows, "episodic return, mean of the last 1")
+    assert curves.save(figure, tmp_path / "s_scores")[1].read_text() == text  # bytes repeat
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "gae_lambda=0.9" in line)
+    assert line.split()[-2:] == ["400", "1"]  # median and never: the latter is the last of three
 
 
 def test_choices_of_the_command(sweep_runs, tmp_path, capsys):
     out = tmp_path / "out/s"
-    flags = ["--x", "seconds", "--band", "percentiles", "--pdf", "--by", "num_minibatches"]
+    flags = ["--x", "seconds", "--band", "percentiles", "--by", "num-minibatches"]
     assert curves.main([str(sweep_runs), *flags, "--out", str(out)]) == 0
-    assert out.with_name("s_learning.pdf").read_bytes().startswith(b"%PDF")
     text = out.with_name("s_learning.svg").read_text()
     assert "num_minibatches=10" in text and "10th to 90th percentile" in text
     assert "wall-clock" in text and "environment steps" not in text
-    for words, why in (
-        (["--where", "seed=9"], "no such finished"),
-        (["--where", "a=1"], "setting"),
-    ):
-        assert curves.main([str(sweep_runs), *words, "--out", str(out)]) == 2
+    for words, why in (("seed=9", "no such finished"), ("a=1", "no run has a setting 'a'")):
+        assert curves.main([str(sweep_runs), "--where", words, "--out", str(out)]) == 2
         assert why in capsys.readouterr().err
-
-
-# The page
-
-
-def browser():
-    return next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-
-
-def explore(page, tmp_path, script):
-    """What `script` of the page leaves in an element `#result`, in a real browser, offline."""
-    probe = tmp_path / "probe.html"
-    ending = f"<script>const result = (() => {{ {script} }})();"
-    ending += "const p = document.createElement('pre'); p.id = 'result';"
-    ending += "p.textContent = JSON.stringify(result); document.body.append(p);</script></body>"
-    text = page.read_text()
-    at = text.rindex("</body>")
-    probe.write_text(text[:at] + ending + text[at + len("</body>") :])
-    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=5000"]
-    command += [f"--user-data-dir={tmp_path}/profile", probe.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, done.stderr[-2000:]
-    return json.loads(html.unescape(found[1]))
-
-
-@pytest.fixture
-def page_of(sweep_runs, tmp_path):
-    pytest.importorskip("plotly")
-    out = tmp_path / "out/s"
-    assert curves.main([str(sweep_runs), "--html", "--last", "1", "--out", str(out)]) == 0
-    return out.with_suffix(".html")
-
-
-def test_the_page_holds_all_it_needs(page_of):
-    text = page_of.read_text()
-    head = text[: text.index("<script>")] + text[text.rindex('<div id="plot">') :]
-    assert not re.search(r"(src|href)=|https?://|@import|url\(", head)
-    data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL)[1])
-    assert [line["name"] for line in data["panels"][0]["lines"]] == [
-        "gae_lambda=0.9",
-        "gae_lambda=1",
-    ]
-    drawn = data["panels"][0]["lines"][0]["axes"]["steps"]
-    assert set(drawn["bands"]) == {"bootstrap", "std", "se", "percentiles"}
-    assert len(drawn["runs"]) == 3 and drawn["mean"][0] == pytest.approx(93 / 20, abs=1)
-
-
-@pytest.mark.skipif(browser() is None, reason="needs chromium")
-def test_the_page_in_a_browser(page_of, tmp_path):
-    """Menus and legend do what they say."""
-    found = explore(
-        page_of,
-        tmp_path,
-        """
-        const plot = control("plot"), found = {};
-        const legend = () => plot.data.filter(t => t.showlegend !== false);
-        const change = (name, value) => {
-          if (name === "runs") control(name).checked = value; else control(name).value = value;
-          control(name).dispatchEvent(new Event("change"));
-        };
-        found.lines = legend().map(t => t.name);
-        found.drawn = plot.querySelectorAll(".scatterlayer .trace").length;
-        found.traces = plot.data.length;
-        found.steps = [legend()[0].x.at(-1), plot.layout.xaxis.title.text];
-        change("axis", "seconds");
-        found.seconds = [legend()[0].x.at(-1), plot.layout.xaxis.title.text];
-        change("axis", "steps");
-        const width = () => plot.data[1].y.at(-1) - plot.data[0].y.at(-1);
-        change("band", "std"); found.std = width();
-        change("band", "se"); found.se = width();
-        change("band", "none"); found.none = plot.data.length;
-        change("runs", true); found.runs = plot.data.length;
-        Plotly.restyle(plot, { visible: "legendonly" }, [plot.data.indexOf(legend()[0])]);
-        change("band", "std");
-        found.off = plot.data.filter(t => t.visible === "legendonly").map(t => t.legendgroup);
-        found.on = plot.data.filter(t => t.visible !== "legendonly").length;
-        return found;
-        """,
-    )
-    assert found["lines"] == ["gae_lambda=0.9", "gae_lambda=1"]
-    assert found["traces"] == 6 and found["drawn"] >= 4  # two edges of a band and a mean each
-    assert found["steps"] == [800, "environment steps"]
-    assert found["seconds"] == [pytest.approx(40, abs=0.1), "wall-clock seconds"]
-    assert found["std"] == pytest.approx(2 * 2**0.5, rel=1e-3)  # both sides, of 91 and 93
-    assert found["se"] == pytest.approx(2, rel=1e-3)
-    assert found["none"] == 2 and found["runs"] == 8
-    assert set(found["off"]) == {"gae_lambda=0.9"} and len(found["off"]) == 6
-    assert found["on"] == 6
 
 
 # Breakdown
@@ -516,10 +435,14 @@ def test_figures_and_headlines_of_breakdown(tmp_path, capsys, gpu):
             make_run(tmp_path / "runs", number, arguments, made, events)
     broken = make_run(tmp_path / "runs", 8, config("compile", gpu=gpu), report())
     (broken / "trace.json.gz").write_bytes(b"no gzip")
+    made = report() | {"window": {"env_steps": 0}}
+    lacking = make_run(tmp_path / "runs", 7, config("compile", gpu=gpu), made)
     make_run(tmp_path / "runs", 9, config("eager", gpu=gpu), stages(5))  # not traced
     out = tmp_path / "out/b"
     assert breakdown.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
-    assert f"{broken} trace.json.gz is damaged" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{broken} trace.json.gz is damaged" in said
+    assert f"{lacking} has a report that lacks something" in said
     for name in ("stages", "algorithms", "simulators"):
         assert min(image_size(out.with_name(f"b_{name}.png"))) > 300
         assert "per step" in (text := out.with_name(f"b_{name}.svg").read_text()) or "% of" in text
@@ -546,49 +469,36 @@ def test_python_finds_its_own_profile_module():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-# Overhead
+# The scaling study
 
 
-def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
-    job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", "--total-timesteps", "9"], 9)
-    job.command += overhead.TRACED
-    length = str(overhead.LENGTH[SCRIPT])
-    pair = overhead.commands(job)
-    assert pair["off"][2:4] == pair["on"][2:4] == ["--total-timesteps", length]
-    assert pair["off"][-2:] == ["--stopwatch", "off"] and "--stopwatch" not in pair["on"]
-    folder = tmp_path / "runs"
-    off = make_run(folder, 1, config(stopwatch="off"), stages(100.0))
-    on = make_run(folder, 2, config(stopwatch="trace"), report(100 / 1.04))
-    code = "print('run directory: {}')"
-    words = {path: [sys.executable, "-c", code.format(path)] for path in (off, on)}
-    pair = {"off": words[off], "on": words[on]}
-    monkeypatch.setattr(overhead, "commands", lambda job: dict(pair))
-    result = overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")
-    assert result["bias"] == pytest.approx(0.04)
-    rows = overhead.summarize({(SCRIPT, "baseline"): [result, result | {"bias": -0.01}]})
-    assert rows[0]["bias"]["min"] == -0.01 and rows[0]["seeds"] == 2
-    assert len({len(line) for line in overhead.cells(rows)}) == 1
-    if shutil.which("taskset"):
-        assert overhead.measure(job, True, tmp_path / "logs")["off_seconds"] == 0.01
-    pair["on"] = [sys.executable, "-c", "raise SystemExit('what went wrong')"]
-    with pytest.raises(ValueError, match="(?s)stopwatch on, ended with exit status 1.*what went"):
-        overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")
-
-
-def test_a_call_replaces_the_rows_that_it_measures(tmp_path):
-    def pair(script, bias):
-        named = {"script": script, "row": "compile", "command": "old", "bias": bias}
-        times = dict.fromkeys(("off_seconds", "on_seconds"), 1.0)
-        return named | times | {"config": config("compile")}
-
-    before = [pair("a", 0.5), pair("b", 0.25)]
-    record = overhead.merge(before, {("b", "compile"): [pair("b", 0.125)]}, "new")
-    assert [row["bias"]["mean"] for row in record["rows"]] == [0.5, 0.125]
-    assert record["commands"] == ["old", "new"]
-    for schema, count in ((1, 0), (2, 2)):  # the first one's bias was of corrected seconds
-        (tmp_path / "o.json").write_text(json.dumps(record | {"schema": schema}))
-        assert len(overhead.former(tmp_path / "o.json")) == count
-
-
-def test_overhead_knows_every_script():
-    assert set(overhead.LENGTH) == set(overhead.speedup.SHORT)
+def test_figures_of_the_study_show_arms_on_a_gpu(tmp_path):
+    """A made-up record, because none was measured on a GPU."""
+    blocks = (1, 16, 32, 64, 256, 1024)
+    arms = [f"{name}, TPB {threads}" for name in ("kernel", "Numba-CUDA") for threads in blocks]
+    arms += [
+        f"{name}, {where}" for name in ("tensors", "tensors compiled") for where in ("CPU", "GPU")
+    ]
+    arms += ["kernel, CPU threads", "SB3 SubprocVecEnv", "Gymnasium sync", "EnvPool"]
+    here = {"machine": {"cpu": {"model": "Abacus", "cores": 2}, "gpu": "H200"}}
+    rows = [
+        {"arm": arm, "num_envs": n, "seconds": [1e-5 * (1 + i) + 1e-9 * n]}
+        for i, arm in enumerate(arms)
+        for n in (1, 1000, 1_000_000)
+    ]
+    rows.append({"arm": arms[0], "num_envs": 10**7, "failed": "out of memory"})
+    again = [row | {"work": 1} for row in rows] + [row | {"work": 10} for row in rows]
+    devices = {"cpu": {"bytes_per_second": 3e10}, "cuda": {"bytes_per_second": 4e12}}
+    study = {"steps": here | {"rows": rows}, "work": here | {"rows": again}}
+    study["limits"] = {"devices": devices}
+    (ax,) = env_figures.throughput(study).axes
+    lines = {line.get_label(): line for line in ax.lines}
+    assert set(arms) < set(lines) and "H200" in ax.get_title()
+    assert len({to_rgb(lines[arm].get_color()) for arm in arms}) == len(arms)
+    assert lines[arms[0]].get_xdata().tolist() == [1, 1000, 1_000_000]
+    for memory, bytes_per_second in (("CPU", 3e10), ("CUDA", 4e12)):
+        (limit,) = (line for label, line in lines.items() if f"limit of {memory}" in label)
+        assert limit.get_ydata()[0] == bytes_per_second / 95
+    paths = env_figures.draw(study, tmp_path / "s")
+    assert [path.name for path in paths] == ["s_step_time.png", "s_throughput.png", "s_work.png"]
+    assert min(min(image_size(path)) for path in paths) > 300
