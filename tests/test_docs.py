@@ -25,7 +25,7 @@ SCRIPTS = {
     for path in sorted((ROOT / "leanrl").glob("*.py"))
     if path.name not in NOT_SCRIPTS
 }
-PROGRAMS = ("ablation", "curves", "devices", "field", "overhead", "readme", "speedup")
+PROGRAMS = [ROOT / "leanrl/sweep.py", *sorted((ROOT / "plots").rglob("*.py"))]
 OTHER_FLAGS = {
     *("--standalone", "--nproc-per-node", "--max-restarts"),  # torchrun's
     *("--nnodes", "--node-rank", "--master-addr"),
@@ -76,8 +76,8 @@ def flags_of(module) -> set[str]:
 
 def test_flags_exist():
     known = OTHER_FLAGS.union(*(flags_of(module) for module in SCRIPTS.values()))
-    for program in ("leanrl/sweep.py", *(f"plots/{name}.py" for name in PROGRAMS)):
-        known |= set(re.findall(r"\"(--[a-z-]+)\"", (ROOT / program).read_text()))
+    for program in PROGRAMS:
+        known |= set(re.findall(r"\"(--[a-z-]+)\"", program.read_text()))
     unknown = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", README)) - known
     assert not unknown
 

@@ -21,9 +21,13 @@ import argparse
 import importlib
 import sys
 
+import gymnasium as gym
+import numpy as np
 import processes
 import rounds
 import run_dirs
+import torch
+import torch._inductor
 
 WHOLE = "all tricks"
 SETTINGS = {
@@ -60,8 +64,6 @@ def uncompiled(name: str):
 
 def compile_by(module, replacement) -> None:
     """Lets `compile_agent` call `replacement(torch.compile, method, options)`."""
-    import torch
-
     compile_agent = module.compile_agent
 
     def compile_otherwise(agent) -> None:
@@ -77,8 +79,6 @@ def compile_by(module, replacement) -> None:
 
 def outside_of_graphs(module, function):
     """`function` for the place of one that torch.compile could follow."""
-    import torch
-
     compile_by(module, lambda compile, method, options: compile(method, options=options))
     return torch.compiler.disable(function)
 
@@ -95,8 +95,6 @@ def patch_precision(module) -> None:
 
 def patch_tanh(module) -> None:
     """The hyperbolic tangent of the compiler's vector library."""
-    import torch._inductor
-
     compile_agent = module.compile_agent
 
     def compile_otherwise(agent) -> None:
@@ -117,7 +115,6 @@ def patch_stacking(module) -> None:
 
 def patch_replay(module) -> None:
     """Five tensors, five copies, five gathers."""
-    import torch
 
     class ReplayBuffer(module.ReplayBuffer):
         def __init__(self, args, obs_dim, action_dim, device):
@@ -151,7 +148,6 @@ def patch_target(module) -> None:
 
 def patch_optimizer(module) -> None:
     """PyTorch's own Adam in its fastest form, which torch.compile cannot trace."""
-    import torch
 
     def step(self, gradients) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -180,8 +176,6 @@ def patch_vector_env(module) -> None:
 
 def patch_normalization(module) -> None:
     """Gymnasium's wrappers for normalization in the script's own vector environment."""
-    import gymnasium as gym
-    import numpy as np
 
     class NormalizedVectorEnv(module.NormalizedVectorEnv):
         def __init__(self, envs, gamma):
@@ -201,7 +195,6 @@ def patch_normalization(module) -> None:
 
 def patch_acting(module) -> None:
     """One call of the network's policy head in PyTorch."""
-    import torch
 
     def act(self, obs, noise):
         with torch.no_grad():
@@ -214,7 +207,6 @@ def patch_acting(module) -> None:
 
 def patch_acting_whole(module) -> None:
     """Actions, log-probabilities and values at each step, in PyTorch, as the baseline has them."""
-    import torch
 
     def act(self, obs, noise):
         obs, noise = (torch.as_tensor(x).to(self.flat.device) for x in (obs, noise))
@@ -225,7 +217,6 @@ def patch_acting_whole(module) -> None:
 
 def patch_rollout(module) -> None:
     """Storing by PyTorch."""
-    import torch
 
     class Column:
         def __init__(self, tensor):
@@ -253,8 +244,6 @@ def patch_advantages(module) -> None:
 
 def patch_vector(module) -> None:
     """A gradient, a norm and a step per parameter."""
-    import torch
-
     make, publish = module.PPO.__init__, module.PPO.publish
 
     def make_with_list(self, args, *given) -> None:
@@ -310,8 +299,6 @@ def patch_inputs(module) -> None:
 
 def patch_temperature(module) -> None:
     """The temperature's loss looks at the policy again."""
-    import torch
-
     alpha_loss, update_actor = module.alpha_loss, module.SAC.update_actor
 
     def update(self, obs, noise):
@@ -379,8 +366,6 @@ TRICKS = {  # (algorithm, row of the speed-up table)
 
 def work(algorithm: str, row: str, trick: str, seed: int, steps: int) -> None:
     """The worker: trains once, without `trick`."""
-    import torch
-
     suffix = "" if row == "baseline" else run_dirs.VARIANT
     module = importlib.import_module(f"leanrl.{algorithm}_continuous_action{suffix}")
     if trick != WHOLE:
