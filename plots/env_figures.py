@@ -7,10 +7,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
-from env_tables import SOLVED, distinct, medians, turning_point  # noqa: E402
+from env_tables import SOLVED, STEP_BYTES, distinct, medians, turning_point  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
-STEP_BYTES = 95  # that a step reads and writes per environment; env_scaling.py counts them
 COLOURS = {  # beginning of an arm's name -> colour; the first that fits
     "SB3": "tab:brown",
     "Gymnasium sync": "tab:gray",
