@@ -246,9 +246,8 @@ def speed(series: dict[str, Series]) -> tuple | None:
 
 def utilization(run: Run) -> tuple | None:
     """% of time with a kernel running over seconds, from NVML."""
-    samples = (run.stages.get("gpu") or {}).get("nvml_samples") or []
-    with suppress(TypeError, ValueError):  # what are no pairs of numbers are no samples
-        found = np.array(samples, dtype=float)
+    with suppress(KeyError, TypeError, ValueError):  # what are no pairs of numbers are no samples
+        found = np.array(run.stages["gpu"]["nvml_samples"], dtype=float)
         if found.ndim == 2 and found.shape[1] == 2:
             return tuple(found.T)
     return None
@@ -280,8 +279,8 @@ def headline(figure, text: str, runs: list[Run]) -> None:
     """A title, and below it, smaller, where the runs were measured."""
     figure.suptitle(f"{text}\n", fontsize=12)
     hardware = ", ".join(dict.fromkeys(run.hardware for run in runs))
-    at = 1 - 0.43 / figure.get_figheight()
-    figure.text(0.5, at, hardware, ha="center", fontsize=8.5, color="0.35")
+    below = 1 - 0.43 / figure.get_figheight()
+    figure.text(0.5, below, hardware, ha="center", fontsize=8.5, color="0.35")
 
 
 def draw_line(ax, curves: list[tuple], kind: str, look: dict) -> None:
@@ -365,7 +364,7 @@ def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
 
 def draw_scores(rows: list[dict], what: str):
     """Interquartile means and performance profiles: the share of runs with at least each level."""
-    size = (9.2, max(3.2, 0.4 * len(rows) + 1.6))
+    size = (11, max(3.2, 0.4 * len(rows) + 1.6))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     figure.suptitle(f"Final {what}", fontsize=12)
     several = len({row["script"] for row in rows}) > 1
@@ -377,17 +376,13 @@ def draw_scores(rows: list[dict], what: str):
         colour = looks[name]["color"]
         left.plot([row["low"], row["high"]], [i, i], color=colour, lw=6, alpha=0.35)
         left.plot(row["iqm"], i, "|", color=colour, markersize=16, markeredgewidth=2.5)
-        shares = 100 * (final[:, None] >= levels).mean(0)
-        right.plot(levels, shares, label=name, **looks[name])
+        right.plot(levels, 100 * (final[:, None] >= levels).mean(0), label=name, **looks[name])
     left.margins(x=0.1)
     left.set_yticks(range(len(rows)), names, fontsize=8)
     left.set(ylim=(len(rows) - 0.5, -0.5), xlabel="interquartile mean and its 95% interval")
     right.set(xlabel="at least this value", ylabel="% of runs", ylim=(0, 103))
-    right.legend(fontsize=7, frameon=False)
+    right.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     return figure
-
-
-# Files
 
 
 def save(figure, stem: Path) -> list[Path]:
@@ -444,6 +439,9 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
         ("gpu", {"seconds": busy}, "% of time with a kernel running", "GPU utilization"),
     ):
         figures[kind] = draw(columns, options.band, unit, heading, runs)
+    for ax in figures["speed"].axes if figures["speed"] else []:
+        ax.set_yscale("log")  # random exploration is faster by decades
+        ax.yaxis.set_major_formatter(EngFormatter())
     files = []
     for kind, figure in figures.items():
         if figure:
