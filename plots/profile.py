@@ -148,7 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
             gain = f"{1 / (1 - share):.2f}x" if share < 0.99 else "100x or more"
             what = f"{number}. {what}: {share:.0%} of the time, without it {gain} at most."
             print(textwrap.fill(what, 88, subsequent_indent="   "))
-            print(textwrap.fill(f"   -> {ADVICE[advice]}.", 88, subsequent_indent="      "))
+            if advice not in [given for _, _, given in found[: number - 1]]:
+                print(textwrap.fill(f"   -> {ADVICE[advice]}.", 88, subsequent_indent="      "))
         print(*(f"note: {line}." for line in known), "", sep="\n")
     return status
 

@@ -342,6 +342,7 @@ def test_profile_on_a_gpu_names_synchronizations_and_what_the_gpu_waits_for(tmp_
     waits = "backpropagation: waiting for the GPU, 30,000 us per step: 30% of the time"
     assert status == 0 and waits in said and ".item()" in said
     assert "CUDA's API, 38 launches and 1 replays per step" in said and "one CUDA graph" in said
+    assert said.count("count the FLOPs") == 1  # the same advice of two stages is given once
     assert "the GPU idles, mostly in backpropagation and inference: 67% of the time" in said
 
 
