@@ -276,8 +276,8 @@ def draw_figures(runs: list[Run], rows: list[dict], out: Path) -> None:
     except ImportError as missing:
         print(f"no figures: {missing}; pip install -r requirements/plots.txt", file=sys.stderr)
         return
-    files = breakdown.write(runs, out)
-    files += curves.write(timed(runs), out)
+    breakdown.write(runs, out)
+    curves.write(timed(runs), out)
     if any(row.get("speedup") for row in rows):
         draw_speedups(rows, runs, out)
     names = [out / f"{name}.png" for name in ("curves_learning", "speedup", "breakdown_stages")]
