@@ -215,41 +215,53 @@ def test_the_bytes_per_step():
 # The report
 
 
-def test_a_quick_study_from_end_to_end(tmp_path):
-    """Every part but training, then figures from the record alone."""
+def test_a_quick_study_from_end_to_end(tmp_path, monkeypatch, capsys):
+    """Two parts, then figures from the record alone; of the arms two that run here and one."""
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "plots/measure/env_scaling.py", "--quick"]
-    command += ["--out", f"{tmp_path}/study"]
-    parts = ["limits", "steps"]
-    done = subprocess.run(command + parts, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    names = ["kernel, CPU threads", "tensors, CPU", "kernel, TPB 64"]
+    arms = [arm for arm in env_arms.ARMS if arm.name in names]
+    monkeypatch.setattr(env_scaling, "ARMS", arms)
+    call, parts = ["--quick", "--out", f"{tmp_path}/study"], ["limits", "steps"]
+    assert env_scaling.main([*parts, *call]) == 0
+    said = capsys.readouterr().out
     record = json.loads((tmp_path / "study.json").read_text())
     assert list(record) == parts and record["limits"]["devices"]["cpu"]["flops"] > 1e9
-    numbers = {row["num_envs"] for row in record["steps"]["rows"] if "kernel" in row["arm"]}
-    assert numbers == {1, 64, 4096}
-    assert all(len(row["seconds"]) == env_scaling.SAMPLES for row in record["steps"]["rows"])
+    rows = record["steps"]["rows"]
+    assert {row["num_envs"] for row in rows if row["arm"] == names[0]} == {1, 64, 4096}
+    assert all(len(row["seconds"]) == env_scaling.SAMPLES for row in rows)
     if not torch.cuda.is_available():
-        assert "skipped: kernel, TPB 64: no CUDA device" in done.stdout
+        assert "skipped: kernel, TPB 64: no CUDA device" in said
     report = (tmp_path / "study.md").read_text()
-    assert "turning" in report and "kernel, CPU threads" in report and str(ROOT) not in report
-    done = subprocess.run([*command, "figures"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert "turning" in report and names[0] in report and str(ROOT) not in report
+    assert env_scaling.main(["figures", *call]) == 0
     figures = {path.name for path in tmp_path.glob("*.png")}
     assert figures == {"study_step_time.png", "study_throughput.png"}
 
 
-def test_training_runs_are_measured(tmp_path):
-    """One of each back end, small; the curve counts neither evaluation nor what follows it."""
+@pytest.mark.parametrize(
+    "back_end",
+    [
+        name if name == "tensors" else pytest.param(name, marks=pytest.mark.slow)
+        for name in env_arms.LEARNERS
+    ],
+)
+def test_training_runs_are_measured(back_end, tmp_path):
+    """The curve counts neither evaluation nor what follows it."""
     options = argparse.Namespace(out=tmp_path / "study")
     flags = {"num_envs": 64, "total_timesteps": 5 * 2048, "eval_every": 4096, "eval_episodes": 2}
-    for back_end in env_arms.LEARNERS:
-        run = env_scaling.run_training(back_end, 1, flags, options, cold=False)
-        assert run["sps_steady"] > 0 and run["config"]["args"]["seed"] == 1
-        seconds, values, steps = zip(*run["curve"], strict=True)
-        assert list(steps) == [4096, 8192, 10240] and all(9 < value <= 500 for value in values)
-        assert list(seconds) == sorted(seconds) and seconds[0] > run["startup_seconds"] > 0
+    run = env_scaling.run_training(back_end, 1, flags, options, cold=False)
+    assert run["sps_steady"] > 0 and run["config"]["args"]["seed"] == 1
+    seconds, values, steps = zip(*run["curve"], strict=True)
+    assert list(steps) == [4096, 8192, 10240] and all(9 < value <= 500 for value in values)
+    assert list(seconds) == sorted(seconds) and seconds[0] > run["startup_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_a_failing_training_run_is_named(tmp_path):
+    flags = {"num_envs": 64, "num_steps": 0, "total_timesteps": 2048}
     with pytest.raises(ValueError, match="exit status 1"):
-        env_scaling.run_training("tensors", 1, flags | {"num_steps": 0}, options)
+        options = argparse.Namespace(out=tmp_path / "study")
+        env_scaling.run_training("tensors", 1, flags, options)
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 999])
@@ -291,10 +303,9 @@ def test_tables_say_what_the_record_says():
     assert training[2][1] == "60"
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["learn", "--out", "{tmp}/empty"]])
-def test_bad_input_is_one_line(arguments, tmp_path):
-    command = [sys.executable, "plots/measure/env_scaling.py"]
-    command += [part.format(tmp=tmp_path) for part in arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode and "Traceback" not in done.stderr
-    assert "error" in done.stderr.splitlines()[-1]
+def test_bad_input_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        env_scaling.main(["nothing"])
+    assert "error: no part 'nothing'" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit, match="^error: learn needs .*: run search as well$"):
+        env_scaling.main(["learn", "--out", f"{tmp_path}/empty"])
