@@ -1,0 +1,300 @@
+"""PPO on MuJoCo's worlds in one batch: physics, rewards and ends against Gymnasium's, parity, runs.
+
+What is shared with other scripts to the letter is tested there (test_shared).
+"""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+import pytest
+import torch
+from test_cartpole import in_tmp_path, read_checkpoint  # noqa: F401
+from test_sac import read_scalars, run
+from test_sac_parity import assert_hunks_are_marked
+
+from leanrl import ppo_mujoco_gpu as baseline
+from leanrl import ppo_mujoco_gpu_torchcompile as variant
+
+CPU = torch.device("cpu")
+SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+SMALL = {"num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
+OBS, A = 17, 6
+HAS_WARP = importlib.util.find_spec("mujoco_warp") is not None
+PHYSICS = [
+    "c",
+    pytest.param(
+        "warp",
+        marks=[
+            pytest.mark.slow,  # its kernels compile for a minute
+            pytest.mark.skipif(not HAS_WARP, reason="needs requirements/mujoco-warp.txt"),
+        ],
+    ),
+]
+# task -> how far mujoco_warp's observations and rewards may be from C's: 99% of them, all of them
+WARP_BOUNDS = {
+    "HalfCheetah-v5": (1e-2, 1e-3),
+    "Hopper-v5": (1e-3, 1e-4),
+    "Walker2d-v5": (1e-2, 1e-3),
+    "Ant-v5": (1e-1, 1e-2),
+    "Humanoid-v5": (1e-1, 1e-2),
+    "InvertedPendulum-v5": (1e-4, 1e-6),
+    "InvertedDoublePendulum-v5": (1e-2, 1e-3),
+}
+
+
+def make_envs(env_id="HalfCheetah-v5", num_envs=4, physics="c"):
+    return baseline.MuJoCoEnvs(env_id, num_envs, CPU, physics)  # the same text in both files
+
+
+def train(module, **flags) -> Path:
+    return module.main(module.Args(**SMALL | flags))
+
+
+def set_states(envs, qpos, qvel):
+    """Begins episodes at these positions and velocities."""
+    qpos, qvel = (torch.as_tensor(np.array(x), dtype=torch.float32) for x in (qpos, qvel))
+    envs.lengths.zero_()
+    envs.returns.zero_()
+    envs.begin(
+        torch.ones(len(qpos), dtype=torch.bool),
+        torch.cat([qpos - envs.qpos, qvel - envs.qvel], dim=1),
+    )
+
+
+# The environments
+
+
+@pytest.mark.parametrize("physics", PHYSICS)
+@pytest.mark.parametrize("env_id", baseline.TASKS)
+def test_steps_are_gymnasiums(env_id, physics):
+    """The state set before each of 200 random steps of 4 worlds: observation, reward, end."""
+    envs = make_envs(env_id, 4, physics)
+    own = [gym.make(env_id).unwrapped for _ in range(4)]
+    for i, env in enumerate(own):
+        env.reset(seed=i)
+    space, rng = own[0].action_space, np.random.default_rng(0)
+    errors, terminations, differ = [], 0, 0
+    for _ in range(200):
+        qpos, qvel = (np.float32([getattr(env.data, x) for env in own]) for x in ("qpos", "qvel"))
+        for env, *state in zip(own, qpos, qvel, strict=True):
+            mujoco.mj_resetData(env.model, env.data)  # Humanoid's solver remembers the step before
+            env.set_state(*map(np.float64, state))
+        set_states(envs, qpos, qvel)
+        actions = rng.uniform(space.low, space.high, (4, *space.shape)).astype(np.float32)
+        _, rewards, terminated, truncated, infos = envs.step(torch.from_numpy(actions))
+        assert not truncated.any()
+        for i, env in enumerate(own):
+            obs, reward, ended, _, _ = env.step(actions[i])
+            scale = np.maximum(np.abs(obs), 1)  # Humanoid's forces go into the thousands
+            error = np.abs(infos["final_obs"][i].numpy() - obs) / scale
+            errors.append((error.max(), abs(rewards[i].item() - reward)))
+            terminations += ended
+            differ += ended != terminated[i].item()
+            if ended:
+                env.reset()
+    assert terminations > 5 or env_id == "HalfCheetah-v5"
+    if physics == "c":
+        assert np.max(errors) < 1e-5 and not differ
+    else:
+        bounds = WARP_BOUNDS[env_id]
+        assert (np.quantile(errors, 0.99, axis=0) < bounds).all() and differ <= 1
+
+
+def test_ends_limits_and_returns():
+    """Falls and limits in the same steps, in one world and in several; the rest goes on."""
+    envs = make_envs("Hopper-v5", 5)
+    envs.reset(seed=1)
+    usual, still = np.tile(envs.qpos, (5, 1)), np.zeros((5, 6))
+    usual[[0, 1, 2], 1] = 0.3, 0.3, 1.25  # the first two have fallen
+    set_states(envs, usual, still)
+    envs.lengths.copy_(torch.tensor([6, 999, 999, 10, 0]))
+    envs.returns.copy_(torch.tensor([5.0, 0, 0, 0, math.nan]))
+    obs, rewards, terminated, truncated, infos = envs.step(torch.zeros(5, 3))
+    assert terminated.tolist() == [True, True, False, False, False]
+    assert truncated.tolist() == [False, True, True, False, False]
+    assert infos["_final_obs"].tolist() == infos["_episode"].tolist() == [True] * 3 + [False] * 2
+    assert infos["episode"]["l"].tolist() == [7, 1000, 1000, 11, 1]
+    assert infos["episode"]["r"][0] == 5 + rewards[0] and infos["episode"]["r"][4].isnan()
+    assert envs.lengths.tolist() == [0, 0, 0, 11, 1] and envs.returns[:3].tolist() == [0, 0, 0]
+    assert torch.equal(obs[3:], infos["final_obs"][3:])
+    assert (obs[:3] != infos["final_obs"][:3]).any(1).all()
+    assert (obs[:3, 0] - 1.25).abs().max() < 5.1e-3  # episodes that begin stand upright
+    # a world that is not finite ends, and no other notices
+    envs.physics.begin(
+        torch.tensor([True, False, False, False, False]),
+        torch.full((5, 6), math.nan),
+        torch.zeros(5, 6),
+    )
+    obs, rewards, terminated, _, infos = envs.step(torch.zeros(5, 3))
+    assert terminated.tolist() == [True] + [False] * 4 and envs.broken == 1 and rewards[0] == 0
+    assert obs.isfinite().all() and infos["final_obs"].isfinite().all()
+
+
+def test_x_does_not_grow():
+    """A run of 200 steps is as rewarded as Gymnasium's, though x starts from 0 at each step."""
+    envs, env = make_envs(num_envs=1), gym.make("HalfCheetah-v5").unwrapped
+    env.reset(seed=0)
+    set_states(envs, env.data.qpos[None], env.data.qvel[None])
+    rng, total, expected = np.random.default_rng(0), 0.0, 0.0
+    for _ in range(20):  # after that chaos tells them apart
+        action = rng.uniform(-1, 1, 6).astype(np.float32)
+        total += envs.step(torch.from_numpy(action)[None])[1].item()
+        expected += env.step(action)[1]
+        assert envs.physics.state.qpos[0, 0] == 0
+    assert total == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Walker2d-v5"])
+def test_resets_are_gymnasiums_and_seeds_decide(env_id):
+    envs, again = (make_envs(env_id, 1000) for _ in range(2))
+    obs, _ = envs.reset(seed=3)
+    assert torch.equal(obs, again.reset(seed=3)[0])
+    env = gym.make(env_id).unwrapped
+    own = np.array([env.reset(seed=i)[0] for i in range(1000)])
+    for mine, theirs in zip(obs.numpy().T, own.T, strict=True):
+        levels = np.sort(np.concatenate([mine, theirs]))
+        shares = (np.searchsorted(np.sort(x), levels, side="right") / 1000 for x in (mine, theirs))
+        assert np.abs(np.subtract(*shares)).max() < 1.95 * (2 / 1000) ** 0.5  # p = 0.001
+    assert len(np.unique(envs.lengths.numpy())) == 1000  # the first episodes end apart
+
+
+def test_more_than_their_space_is_clipped_and_wrong_shapes_fail():
+    envs = make_envs(num_envs=2)
+    envs.reset(seed=0)
+    set_states(envs, envs.qpos.repeat(2, 1), envs.qvel.repeat(2, 1))
+    _, rewards, _, _, infos = envs.step(torch.tensor([[1.0] * 6, [7.0] * 6]))
+    assert rewards[0] == rewards[1] and torch.equal(*infos["final_obs"])
+    with pytest.raises((RuntimeError, ValueError)):
+        envs.step(torch.zeros(2, 3))
+
+
+# Parity
+
+
+@SCRIPTS
+def test_statistics_and_values(module):
+    """Statistics of batches are those of all rows; values are in the units of returns."""
+    torch.manual_seed(0)
+    agent = module.PPO(module.Args(**SMALL), OBS, A, CPU)
+    rows = [3 + 5 * torch.randn(n, OBS) for n in (10, 200, 1000)]
+    for part in rows:
+        agent.model.obs_norm.update(part)
+    whole = torch.cat(rows)
+    torch.testing.assert_close(agent.model.obs_norm.mean, whole.mean(0), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        agent.model.obs_norm.var, whole.var(0, correction=0), atol=2e-2, rtol=1e-3
+    )
+    agent.model.return_norm.update(100 + 10 * torch.randn(10_000))
+    obs, noise = whole[:50], torch.randn(50, A)
+    values = agent.value(obs)
+    own = agent.model.critic(agent.model.obs_norm(obs)).squeeze(-1)
+    torch.testing.assert_close(values, 100 + 10 * own, atol=1, rtol=0.01)
+    with torch.no_grad():
+        agent.model.actor_logstd.fill_(-0.5)
+        actions, log_probs, _ = agent.act(obs, noise)
+        mean = agent.model.actor_mean(agent.model.obs_norm(obs))
+        normal = torch.distributions.Normal(mean, math.exp(-0.5))
+    torch.testing.assert_close((actions - mean) / normal.stddev, noise, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(log_probs, normal.log_prob(actions).sum(1))
+
+
+def make_pair():
+    """A baseline agent and a variant agent with equal parameters that are not quite the initial."""
+    torch.manual_seed(0)
+    reference = baseline.PPO(baseline.Args(**SMALL), OBS, A, CPU)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    reference.model.obs_norm.update(torch.randn(100, OBS))
+    reference.model.return_norm.update(3 * torch.randn(100))
+    agent = variant.PPO(variant.Args(**SMALL), OBS, A, CPU)
+    agent.load_state_dict(reference.state_dict())
+    return reference, agent
+
+
+def run_updates(reference, agent, count, tolerance):
+    """`count` minibatch updates on both, then all metrics and parameters must agree."""
+    obs = torch.randn(256, OBS)
+    actions, log_probs, values = reference.act(obs, torch.randn(256, A))
+    columns = obs, actions, log_probs, values, torch.randn(256), values + torch.randn(256)
+    for _ in range(count):
+        index = torch.randperm(256)[:64]
+        found = agent.update(variant.Batch(*columns), index)
+        expected = reference.update(baseline.Batch(*columns), index)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    states = agent.state_dict(), reference.state_dict()
+    torch.testing.assert_close(*states, atol=tolerance, rtol=tolerance)
+
+
+@COMPILED
+def test_one_update_agrees(compiled):
+    reference, agent = make_pair()
+    if compiled:
+        variant.compile_agent(agent)
+    run_updates(reference, agent, 1, 1e-5)
+
+
+def test_a_hundred_updates_agree(float64):
+    run_updates(*make_pair(), 100, 1e-9)
+
+
+def test_a_wrong_update_is_noticed():
+    for flag, value in (("clip_coef", 0.01), ("max_grad_norm", 0.1), ("ent_coef", 0.1)):
+        reference, agent = make_pair()
+        setattr(agent.args, flag, value)
+        with pytest.raises(AssertionError):
+            run_updates(reference, agent, 3, 1e-5)
+
+
+def test_whole_runs_agree_evaluate_and_resume():
+    """Baseline, variant and compiled variant see the same episodes, which end in Hopper soon."""
+    flags = {"total_timesteps": 1024, "save_model": True, "env_id": "Hopper-v5"}
+    flags |= {"eval_every": 1024, "eval_episodes": 2}
+    series, expected = [], None
+    for module, compiled in ((baseline, {}), (variant, {}), (variant, {"compile": True})):
+        run_dir = train(module, **flags, **compiled, exp_name=f"{len(series)}")
+        found = read_checkpoint(run_dir)["agent"]
+        expected = found if expected is None else expected
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-2)
+        series.append(read_scalars(run_dir))
+        for tag in ("charts/episodic_return", "charts/eval_return", "charts/broken_worlds"):
+            assert series[-1][tag] and len(series[-1][tag]) == len(series[0][tag])
+    again = train(variant, **flags | {"total_timesteps": 1280}, resume=str(run_dir))
+    assert again == run_dir and read_checkpoint(run_dir)["global_step"] == 1280
+    with pytest.raises(SystemExit, match="nothing left to do"):
+        train(variant, **flags | {"total_timesteps": 1280}, resume=str(run_dir))
+
+
+@SCRIPTS
+def test_what_a_user_gets_wrong(module, monkeypatch):
+    for flags, said in (
+        ({"env_id": "Reacher-v5"}, "--env-id: Reacher-v5 is none of HalfCheetah-v5, "),
+        ({"num_envs": 0}, "--num-envs: 0 is out of range"),
+        ({"gamma": math.nan}, "--gamma: nan is out of range"),
+        ({"num_envs": 7, "num_steps": 5}, "--num-minibatches"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            train(module, **{"total_timesteps": 1024} | flags)
+        assert str(error.value).startswith(said) and "\n" not in str(error.value)
+    monkeypatch.setitem(__import__("sys").modules, "mujoco_warp", None)
+    with pytest.raises(SystemExit, match=r"pip install -r requirements/mujoco-warp\.txt"):
+        train(module, total_timesteps=1024, physics="warp")
+
+
+def test_differing_hunks_are_marked():
+    assert_hunks_are_marked(baseline, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [(baseline.SCRIPT,), (variant.SCRIPT, "--compile")], ids=str)
+def test_it_learns(command, tmp_path):
+    """HalfCheetah: a random policy gets about -300; evaluated in Gymnasium's own environment."""
+    flags = "--total-timesteps=1000000", "--eval-every=1000000"
+    run(tmp_path, *command, *flags)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert read_scalars(run_dir)["charts/eval_return"][-1][1] > 2000
