@@ -361,8 +361,8 @@ class WarpPhysics:
             raise SystemExit(f"{error}: pip install -r requirements/mujoco-warp.txt") from None
         if env.model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:  # Humanoid's; Warp has no such
             env.model.opt.solver, env.model.opt.iterations = mujoco.mjtSolver.mjSOL_NEWTON, 100
-        # On steep capsules, Ant's feet, mujoco_warp 4.0.0 turns the directions of friction elsewhere
-        # than C, by which Ant's velocities differ in the first decimal.
+        # On steep capsules, Ant's feet, mujoco_warp 4.0.0 takes other directions of friction
+        # than C, by which Ant's velocities differ in the first decimal
         capsule = mjw._src.collision_primitive_core.plane_capsule.adj
         capsule.source = capsule.source.replace("b_norm < 0.5", "b_norm < 1e-6")
         capsule.tree = ast.parse(capsule.source)
