@@ -67,17 +67,17 @@ def steps(quick: int, traced: int, speed: int) -> Lengths:
 
 OFF_POLICY = Lengths(
     {"--learning-starts": 1000, "--total-timesteps": 8000},
-    {"--learning-starts": 300, "--total-timesteps": 1000},
+    {"--learning-starts": 100, "--total-timesteps": 800},
     100,
 )
 SCRIPTS = {
     "sac_continuous_action": OFF_POLICY,
     "td3_continuous_action": OFF_POLICY,
-    "ppo_continuous_action": steps(52 * 2048, 8 * 2048, 2000),
-    "ppo_continuous_action_async": steps(52 * 2048, 12 * 2048, 2000),
+    "ppo_continuous_action": steps(49 * 2048, 8 * 2048, 2000),
+    "ppo_continuous_action_async": steps(49 * 2048, 12 * 2048, 2000),
     "ppo_atari_envpool": steps(32 * 8 * 128, 8 * 8 * 128, 300),
     "ppo_atari_envpool_multigpu": steps(32 * 8 * 128, 8 * 8 * 128, 300),
-    "ppo_cartpole_gpu": steps(32 * 4096 * 32, 8 * 4096 * 32, 200_000),
+    "ppo_cartpole_gpu": steps(24 * 4096 * 32, 8 * 4096 * 32, 200_000),
     "ppo_mujoco_gpu": steps(128 * 64 * 64, 12 * 64 * 64, 10_000),
     "ppo_pendulum_gpu": steps(32 * 4096 * 16, 8 * 4096 * 16, 200_000),
 }
