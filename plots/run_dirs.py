@@ -91,7 +91,7 @@ def label(script: str) -> str:
     algorithm, _, rest = script.partition("_")
     where = {"continuous_action": "", "atari_envpool": " Atari"}
     where |= {"continuous_action_async": " async", "atari_envpool_multigpu": " Atari, multi-GPU"}
-    where |= {"cartpole_gpu": " CartPole", "pendulum_gpu": " Pendulum", "mujoco_gpu": " MuJoCo"}
+    where |= {"cartpole_gpu": " CartPole", "mujoco_gpu": " MuJoCo"}
     return algorithm.upper() + where.get(rest, f" {rest}")
 
 

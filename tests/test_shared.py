@@ -20,10 +20,8 @@ FUNCTIONS = [  # the beginning of a script's name, and what all of them share th
     (r"(sac|td3)_continuous", "make_envs"),
     (r"ppo_", "mlp compute_gae policy_loss value_loss"),
     (r"ppo_(atari|cartpole)", "ppo_loss"),  # of a categorical policy
-    (r"ppo_(continuous|pendulum)", "gaussian_log_prob"),  # of a Gaussian one
-    (r"ppo_(continuous_action|pendulum_gpu)(_torchcompile)?$", "Batch ppo_loss"),  # not decoupled
-    (r"ppo_(continuous_action|pendulum_gpu)$", "ActorCritic"),  # variants differ
-    (r"ppo_(cartpole|pendulum)_gpu", "check_args"),  # environments are tensors
+    (r"ppo_(continuous|mujoco)", "gaussian_log_prob"),  # of a Gaussian one
+    (r"ppo_(continuous_action|mujoco_gpu)(_torchcompile)?$", "Batch"),
     (r"ppo_continuous", "make_envs ActorCritic"),  # with and without more processes
     (r"ppo_atari", "layer_init AtariEnvs ActorCritic Batch Rollout evaluate"),
 ]
