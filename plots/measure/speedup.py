@@ -79,7 +79,6 @@ SCRIPTS = {
     "ppo_atari_envpool_multigpu": steps(32 * 8 * 128, 8 * 8 * 128, 300),
     "ppo_cartpole_gpu": steps(24 * 4096 * 32, 8 * 4096 * 32, 200_000),
     "ppo_mujoco_gpu": steps(128 * 64 * 64, 12 * 64 * 64, 10_000),
-    "ppo_pendulum_gpu": steps(32 * 4096 * 16, 8 * 4096 * 16, 200_000),
 }
 
 
