@@ -206,7 +206,7 @@ GROUPS = {
         ),
         "PPO, --target-kl": ("ppo_continuous_action", PPO | {"target_kl": 1e-9}),
         "CartPole, --target-kl": ("ppo_cartpole_gpu", TENSORS | {"target_kl": 1e-9}),
-        "Pendulum": ("ppo_pendulum_gpu", TENSORS),
+        "MuJoCo": ("ppo_mujoco_gpu", TENSORS | {"env_id": "Hopper-v5", "physics": "c"}),
         "Atari": ("ppo_atari_envpool", ATARI),
         "Atari, --bf16": ("ppo_atari_envpool", ATARI | {"bf16": True}),
         "Atari, --channels-last": ("ppo_atari_envpool", ATARI | {"channels_last": True}),
@@ -336,6 +336,37 @@ def test_the_host_waits_no_more_than_it_has_to(name, found):
     assert all(line.startswith(tuple(expected)) for line, _ in waits), waits
     for start, rate in expected.items():
         assert sum(r for line, r in waits if line.startswith(start)) == rate, waits
+
+
+# The tests for GPUs
+
+IN_FLOAT32 = "test_sac_parity.py::test_graphed_updates_agree_with_eager"  # drifts, on a CPU too
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("test_ppo.py", "test_sac_parity.py"),
+        pytest.param(("test_td3.py", "test_cartpole.py", "test_resume.py"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_what_is_tested_on_a_gpu_passes_in_a_rehearsal(files):
+    command = [
+        sys.executable,
+        REHEARSAL,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+    ]
+    command += [f"tests/{file}" for file in files] + [f"--deselect=tests/{IN_FLOAT32}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
 # The study's kernel
