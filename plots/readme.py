@@ -14,68 +14,20 @@ import re
 import sys
 from pathlib import Path
 
-from run_dirs import ROOT, ROWS, VARIANT, as_markdown, short
+from run_dirs import ROOT, ROWS, as_markdown, short
 
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "not measured"
-# (record, row of it) -> what to call the trick, and words of the line in leanrl/ that has it
-TRICKS = {
-    ("ppo", "update compiled"): ("the update as one compiled call", "the update alone, which"),
-    ("ppo", "acting in NumPy; log-probabilities and values later"): (
-        "acting in NumPy, log-probabilities and values once per rollout",
-        "one call computes what it left out",
-    ),
-    ("ppo", "acting in NumPy"): ("acting in NumPy alone", "for a few rows PyTorch's dispatch"),
-    ("ppo", "lean vector environment"): (
-        "a vector environment without copies",
-        "spares copies and infos that nobody reads",
-    ),
-    ("ppo", "advantages in log2(T) steps"): (
-        "advantages in log2(T) steps",
-        "log2(T) vector operations instead of T",
-    ),
-    ("ppo", "one thread"): ("one thread", "layers of 64 are too small to share"),
-}
-for _name in ("sac", "td3"):
-    TRICKS |= {
-        (_name, "critic update compiled"): (
-            "the critic's update as one compiled call",
-            "with this one a whole update is one compiled",
-        ),
-        (_name, "actor update compiled"): (
-            "the actor's update as one compiled call",
-            "with this one a whole update is one compiled",
-        ),
-        (_name, "targets in one call"): ("target networks in one call", "one call for all tensors"),
-        (_name, "oneDNN's matrix products on AMD"): (
-            "oneDNN's matrix products on AMD",
-            "oneDNN, not MKL",
-        ),
-        (_name, "replay in one tensor, one gather"): (
-            "replay in one tensor, one gather",
-            "a transition is one row",
-        ),
-        (_name, "acting compiled"): ("acting compiled", "all compilation and capture is set up"),
-    }
-TIPS = {
-    ("ppo", "eager"): {
-        "acting in NumPy; log-probabilities and values later": "Let a small policy act in NumPy, "
-        "and compute log-probabilities and values once per rollout",
-        "acting in NumPy": "The first half of that alone",
-        "lean vector environment": "Step environments without copying what you will not read",
-        "advantages in log2(T) steps": "Replace a loop over time by log2(T) vector operations",
-        "rewards normalized by rollout": "Normalize rewards once per rollout",
-        "one thread": "Give small networks one thread: `torch.set_num_threads(1)`",
-    },
-    ("sac", "baseline"): {
-        "no gradients of the critics in the policy's": "Compute the gradients that you use: "
-        "`loss.backward(inputs=parameters)`",
-        "temperature by the policy's sample": "Let the temperature's loss reuse the "
-        "log-probabilities of the policy's",
-        "fused Adam": "`Adam(..., fused=True)`",
-    },
-}
+CLEANRL = "CleanRL {} after 1 M, v4"  # huggingface.co/cleanrl
+LEARNED = [  # record, what ran, what others have published
+    ("sac_halfcheetah_100k_cpu", "SAC, baseline and variant", CLEANRL.format("9,635 +- 1,424")),
+    ("td3_halfcheetah_293k_cpu", "TD3, variant", CLEANRL.format("9,583 +- 126")),
+    ("ppo_halfcheetah_1m_baseline_cpu", "PPO, baseline", CLEANRL.format("1,443 +- 46")),
+    ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
+    ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
+    ("ppo_cartpole_learning_cpu", "PPO on CartPoles, variant", "500 is the most"),
+]
 
 
 def record(name: str) -> dict:
@@ -145,112 +97,67 @@ def ratio(row: dict) -> float:
     return row["ratio_to_sb3"]
 
 
-def ablated(algorithm: str, row: str = "compile") -> list[dict]:
+def ablated(algorithm: str, row: str = "compile") -> list[tuple]:
+    """(speed without the trick, its name, microseconds that it saves) of a record of ablations.
+
+    A trick counts that was worth something in every round; the others are called noise.
+    """
     suffix = "" if row == "compile" else f"_{row}"
-    found = record(f"{algorithm}_ablation{suffix}_cpu")
-    return [line for line in found["rows"] if "of_whole" in line and line["worth_us"]["max"]]
+    found = []
+    for line in record(f"{algorithm}_ablation{suffix}_cpu")["rows"]:
+        if "of_whole" in line and line["worth_us"]["max"]:  # not the script with all tricks
+            worth = line["worth_us"]
+            told = f"{worth['median']:,.0f}" if worth["min"] > 0 else "noise"
+            found.append((line["of_whole"], line["without"], told))
+    return found
 
 
 def tricks() -> str:
-    """What the variants with --compile lose without one trick, the most valuable first.
-
-    A trick counts if it was worth something in every round.
-    """
-    table = [["trick", "script", "speed without it", "us per step", "words to grep"]]
-    rows, others = [], {"slower with it here, in every round": [], "lost in the noise": []}
+    """What the variants with --compile lose without one trick, the most valuable first."""
+    rows = []
     for algorithm in ("ppo", "td3", "sac"):
-        for row in ablated(algorithm):
-            if (algorithm, row["without"]) not in TRICKS:  # it has left the scripts since
-                continue
-            name, words = TRICKS[algorithm, row["without"]]
-            of_whole, worth = f"{row['of_whole']:.2f}x", row["worth_us"]
-            if worth["min"] > 0:
-                cells = [name, algorithm.upper(), of_whole, f"{worth['median']:,.0f}"]
-                rows.append((row["of_whole"], [*cells, f"`{words}`"]))
-            else:
-                verdict = list(others)[worth["max"] > 0]
-                others[verdict].append(f"{name} ({algorithm.upper()}, {of_whole})")
-    table += [cells for _, cells in sorted(rows)]
-    text = f"{as_markdown(table, labels=2)}\n"
-    for verdict, names in others.items():
-        if names:
-            text += f"\n{verdict.capitalize()}: {', '.join(names)}.\n"
-    return text
+        for of_whole, name, worth in ablated(algorithm):
+            rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
+    table = [["trick", "script", "speed without it", "us per step"]]
+    return f"{as_markdown(table + [cells for _, cells in sorted(rows)], labels=2)}\n"
 
 
 def tips() -> str:
-    """What eager code gains, the most valuable first; what was lost in the noise is called that."""
-    table = [["in eager code", "measured on", "speed without it", "us per step"]]
+    """What eager code gains, the most valuable first."""
     rows = []
-    for (algorithm, row), names in TIPS.items():
-        for line in ablated(algorithm, row):
+    for algorithm, row in (("ppo", "eager"), ("sac", "baseline")):
+        for of_whole, name, worth in ablated(algorithm, row):
             what = "baseline" if row == "baseline" else "variant, eager"
-            cells = [names[line["without"]], f"{algorithm.upper()}, {what}"]
-            worth = line["worth_us"]
-            told = f"{worth['median']:,.0f}" if worth["min"] > 0 else "noise"
-            rows.append((line["of_whole"], [*cells, f"{line['of_whole']:.2f}x", told]))
-    table += [cells for _, cells in sorted(rows)]
-    return f"{as_markdown(table, labels=2)}\n"
-
-
-def breakdown() -> str:
-    """RL-Scope's questions, answered for the quick table's runs."""
-    found = record("breakdown_cpu")
-    return "\n".join(f"- {line}" for line in found["headlines"]) + "\n"
+            cells = [name, f"{algorithm.upper()}, {what}", f"{of_whole:.2f}x", worth]
+            rows += [(of_whole, cells)] if worth != "noise" else []
+    table = [["in eager code", "measured on", "speed without it", "us per step"]]
+    return f"{as_markdown(table + [cells for _, cells in sorted(rows)], labels=2)}\n"
 
 
 def overhead() -> str:
-    """Pairs of runs with the stopwatch and without it."""
+    """The largest bias of the stopwatch over all scripts."""
     rows = record("overhead_cpu")["rows"]
-    times = {"off_seconds": "off us", "on_seconds": "with us", "corrected_seconds": "corrected us"}
-    times = {name: title for name, title in times.items() if name in rows[0]}
-    table = [["script", "row", *times.values(), "bias", "min-max", "seeds"]]
-    for row in rows:
-        line = [row["script"], row["row"], *(four_digits(1e6 * row[name]) for name in times)]
-        low, mean, high = (f"{row['bias'][name]:+.1%}" for name in ("min", "mean", "max"))
-        table.append([*line, mean, f"{low} to {high}", str(row["seeds"])])
-    worst = max(abs(row["bias"]["mean"]) for row in rows)
-    said = f"The largest mean bias is {worst:.1%} (`overhead_cpu.md`)."
-    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
-
-
-def four_digits(x: float) -> str:
-    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+    worst = max(rows, key=lambda row: abs(row["bias"]["mean"]))
+    said = f"at most {abs(worst['bias']['mean']):.1%} on average, by `{worst['script']}` "
+    return f"{said}{worst['row']}, of {len(rows)} rows (`overhead_cpu.md`).\n"
 
 
 def learning() -> str:
-    """What was learned, a line per record."""
-
-    def last(run: dict) -> str:
-        value = run["mean_return_last_10"]
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
-
-    def variant(run: dict) -> bool:
-        return run["config"]["args"]["exp_name"].endswith(VARIANT)
-
-    sac = {variant(run): last(run) for run in record("sac_halfcheetah_100k_cpu")["runs"]}
-    ppo = (record(f"ppo_halfcheetah_1m{name}_cpu")["runs"] for name in ("_baseline", ""))
-    td3 = record("td3_halfcheetah_293k_cpu")["runs"][0]
-    pong = record("ppo_atari_pong_cpu")["runs"][0]
-    first = sum(value for _, value in pong["episodic_returns"][:10]) / 10
-    rows = [["environment", "script", "steps", "return", "elsewhere"]]
-    rows.append(["HalfCheetah-v5", "SAC baseline; variant", "100,000"])
-    rows[-1] += [f"{sac[False]}; {sac[True]}", "CleanRL 9,635 +- 1,424 after 1 M, v4"]
-    steps = f"{td3['episodic_returns'][-1][0]:,}"
-    rows.append(["HalfCheetah-v5", "TD3 variant", steps, last(td3)])
-    rows[-1].append("CleanRL 9,583 +- 126 after 1 M, v4")
-    rows.append(["HalfCheetah-v5", "PPO baseline; variant", "1,000,000"])
-    seeds = "; ".join(" and ".join(map(last, runs)) for runs in ppo)
-    rows[-1] += [seeds, "CleanRL 1,443 +- 46 after 1 M, v4"]
-    steps = f"{pong['episodic_returns'][-1][0]:,}"
-    rows.append(["Pong-v5", "PPO variant", steps, f"from {first:.1f} to {last(pong)}", ""])
-    for name, most in (("cartpole", "500 is the most"), ("pendulum", "")):
-        runs = record(f"ppo_{name}_learning_cpu")["runs"]
-        ends = sorted(run["eval_returns"][-1][1] for run in runs)
-        env_id, steps = runs[0]["config"]["args"]["env_id"], runs[0]["eval_returns"][-1][0]
-        cells = [env_id, f"PPO variant, {len(runs)} seeds", f"{steps:,}"]
-        rows.append([*cells, f"{ends[0]:.1f} to {ends[-1]:.1f}, evaluated", most])
-    return f"{as_markdown(rows, labels=2)}\n"
+    """What was learned, a line per record: last evaluations, or else the last 10 returns."""
+    table = [["environment", "script", "steps", "return", "elsewhere"]]
+    for name, script, elsewhere in LEARNED:
+        runs = record(name)["runs"]
+        series = [run.get("eval_returns") or run["episodic_returns"] for run in runs]
+        ends = [
+            run["eval_returns"][-1][1] if run.get("eval_returns") else run["mean_return_last_10"]
+            for run in runs
+        ]
+        env_id = runs[0]["config"]["args"]["env_id"]
+        said = ", ".join(short(end) for end in ends)
+        if all(run.get("eval_returns") for run in runs):
+            said += ", evaluated"
+        table.append([env_id, script, f"{series[0][-1][0]:,}", said, elsewhere])
+    return f"{as_markdown(table, labels=2)}\n"
 
 
 def environments() -> str:
@@ -269,17 +176,6 @@ def environments() -> str:
     most = found["limits"]["devices"]["cpu"]["bytes_per_second"] / STEP_BYTES
     said = f"Memory allows {with_unit(most)} steps/s; processes end at 32."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
-
-
-def training() -> str:
-    """PPO on environments that are tensors or kernels, from the study's own tables."""
-    from env_tables import tables
-
-    found = dict(tables(record("env_scaling_cpu")))
-    (heading,) = (name for name in found if name.startswith("Training"))
-    text = f"{as_markdown(found[heading], labels=1)}\n\n"
-    (heading,) = (name for name in found if name.startswith("Learning"))
-    return text + f"{heading}:\n\n{as_markdown(found[heading], labels=1)}\n"
 
 
 def devices() -> str:
@@ -307,8 +203,7 @@ def devices() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 
-FUNCTIONS = (speedup, breakdown, field, tricks, tips, overhead, learning)
-FUNCTIONS += (environments, training, devices)
+FUNCTIONS = (speedup, field, learning, tricks, tips, overhead, environments, devices)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 

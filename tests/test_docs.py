@@ -9,14 +9,13 @@ import re
 import subprocess
 import sys
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import readme
 import torch
 import tyro
 from conftest import ROOT
 
+from leanrl import ppo_mujoco_gpu
 from leanrl.stopwatch import NOT_SCRIPTS
 
 README = (ROOT / "README.md").read_text()
@@ -114,43 +113,26 @@ def test_no_measured_number_stands_outside_of_the_regions():
     assert found == ["95%"]  # of the interval of curves
 
 
-def test_the_words_that_find_a_trick_find_it():
-    sources = {path.name: path.read_text() for path in (ROOT / "leanrl").glob("*_torchcompile.py")}
-    for (algorithm, _), (_, words) in readme.TRICKS.items():
-        name = f"{algorithm}_continuous_action_torchcompile.py"
-        assert words in sources[name], f"{words!r} is not in {name}"
-
-
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_an_environment_of_your_own_is_gymnasiums():
-    """README's class, many states at once against one Gymnasium environment."""
-    (code,) = (block for block in blocks("python") if "class MountainCar" in block)
-    names = {}
+def test_a_task_of_your_own_can_be_learned(monkeypatch, tmp_path):
+    """README's task in the place of HalfCheetah's: its rewards, its ends, and a short run."""
+    (code,) = (block for block in blocks("python") if "def still_cheetah" in block)
+    names = {"torch": torch}
     exec(code, names)
-    envs, rng = names["MountainCar"](500, "cpu"), np.random.default_rng(0)
-    states = rng.uniform([-1.25, -0.07], [0.55, 0.07], (500, 2)).astype(np.float32)
-    actions = rng.integers(0, 3, 500)
+    task = (names["still_cheetah"], ppo_mujoco_gpu.STATE, "normal")
+    monkeypatch.setitem(ppo_mujoco_gpu.TASKS, "HalfCheetah-v5", task)
+    monkeypatch.chdir(tmp_path)
+    envs = ppo_mujoco_gpu.MuJoCoEnvs("HalfCheetah-v5", 2, torch.device("cpu"), "c")
     envs.reset(seed=1)
-    envs.state.copy_(torch.from_numpy(states))
-    envs.lengths[:100] = 199
-    obs, rewards, terminated, truncated, infos = envs.step(torch.from_numpy(actions))
-    env = gym.make("MountainCar-v0").unwrapped
-    for i, state in enumerate(states):
-        env.reset(seed=0)
-        env.state = state.astype(np.float64)
-        expected, reward, ended, _, _ = env.step(int(actions[i]))
-        np.testing.assert_allclose(infos["final_obs"][i], expected, atol=1e-6)
-        assert rewards[i] == reward and truncated[i] == (i < 100)
-        assert terminated[i] == ended or abs(expected[0] - 0.5) < 1e-6
-        if ended or i < 100:
-            assert -0.6 <= obs[i, 0] <= -0.4 and obs[i, 1] == envs.lengths[i] == 0
-        else:
-            assert torch.equal(obs[i], infos["final_obs"][i])
-    assert 5 < terminated.sum() < 100
-    assert (infos["episode"]["r"] == -infos["episode"]["l"]).all()
+    actions = torch.tensor([[0.0] * 6, [1.0] * 6])
+    _, rewards, terminated, _, infos = envs.step(actions)
+    height = infos["final_obs"][:, 0]
+    assert (rewards < torch.tensor([1.0, 0.4])).all() and (terminated == (height.abs() > 1)).all()
+    flags = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 64}
+    assert ppo_mujoco_gpu.main(ppo_mujoco_gpu.Args(**flags)).exists()
 
 
 def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):
