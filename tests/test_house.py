@@ -251,7 +251,7 @@ def test_requirements_agree_and_markers_leave_one_pin_each():
 # What is named exists
 
 NAMING = ["run.sh", ".ci/run", ".github/CONTRIBUTING.md", ".github/workflows/ci.yml"]
-NAMING += [".pre-commit-config.yaml"]
+NAMING += [".github/workflows/nightly.yml", ".pre-commit-config.yaml"]
 FOLDERS = "leanrl|plots|tests|requirements|\\.ci|\\.github"
 MADE = ("plots/out", "plots/results")  # by the first measurement
 

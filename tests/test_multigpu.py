@@ -31,6 +31,7 @@ SMALL = {"env_id": "Breakout-v5", "num_envs": 4, "num_steps": 32, "num_minibatch
 SMALL |= {"update_epochs": 2, "cuda": False, "save_model": True}
 FEW = [f"--{name.replace('_', '-')}={SMALL[name]}" for name in list(SMALL)[:5]] + ["--no-cuda"]
 ROLLOUT, UPDATES = 128, 8  # steps and updates of a rollout
+PATIENCE = 400  # seconds that only a test which fails takes, however busy the machine
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +113,9 @@ def ask(module, flags: dict, **wishes) -> tuple:
     return ROOT / "tests" / "multigpu_worker.py", json.dumps(wishes)
 
 
-def finish(process, timeout=120) -> tuple[int, str]:
+def finish(process) -> tuple[int, str]:
     """Status and standard error of torchrun."""
-    _, err = process.communicate(timeout=timeout)
+    _, err = process.communicate(timeout=PATIENCE)
     return process.returncode, err
 
 
@@ -157,7 +158,7 @@ def test_two_processes_compute_what_one_does(module, flags, rollouts, tmp_path):
         alone = train(single, **common, exp_name="alone")
     together = SMALL | common | flags | {"exp_name": "together"}
     with torchrun(*ask(module, together, out=str(tmp_path))) as process:
-        status, err = finish(process, 400)
+        status, err = finish(process)
     assert status == 0, err
 
     # One process writes: one run directory, one event file, one table, of all games and steps.
@@ -286,11 +287,11 @@ def test_the_others_end_when_a_process_is_killed(killed):
 def test_an_interrupt_ends_all_cleanly():
     endless = (*FEW, "--total-timesteps=1000000", f"--checkpoint-every={ROLLOUT}")
     with torchrun(baseline.__file__, *endless) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not list(Path("runs").glob("*/checkpoint.pt")) and time.monotonic() < deadline:
             time.sleep(0.02)
         process.terminate()
-        status, err = finish(process, 20)
+        status, err = finish(process)
     assert status != 0
     said = said_by_ranks(err)
     assert [line[:7] for line in said] == ["rank 0:", "rank 1:"], err

@@ -207,7 +207,8 @@ def test_checkpoints_and_evaluations_leave_no_trace_in_training():
     busy = train(baseline, **flags, **more, exp_name="busy")
     one, other = map(read_checkpoint, (plain, busy))
     assert_same(one.pop("generators"), other.pop("generators"))
-    assert_same(one["agent"], other["agent"], tolerance=1e-4)
+    for name, x in one["agent"].items():  # a product of matrices can end in other bits each time
+        assert (x - other["agent"][name]).abs().mean() < 1e-4, name
     expected, found = map(read_scalars, (plain, busy))
     assert [step for step, _ in found.pop("charts/eval_return")] == [90, 180, 270, 300]
     assert expected.keys() == found.keys()
@@ -260,50 +261,65 @@ def test_what_cannot_be_resumed_is_said_in_one_line(module, monkeypatch):
 # How a run ends
 
 
-def wait_for(condition, process, seconds=60):
-    """Until `condition`, without a pause: what it waits for may last milliseconds."""
-    deadline = time.monotonic() + seconds
+PATIENCE = 300  # seconds that only a test which fails takes, however busy the machine
+
+
+def wait_for(condition, process) -> None:
+    """Until `condition`, while the process runs."""
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert process.is_alive(), "the run ended before it was killed"
         assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "kills", [4, pytest.param(20, marks=pytest.mark.slow)], ids=["short", "full"]
-)
-def test_a_run_killed_at_random_moments_can_always_go_on(kills, monkeypatch):
+def train_until_killed(args, in_writing: bool) -> None:
+    """A run that, if told so, is killed in the middle of its second checkpoint."""
+    fsync, written = os.fsync, []
+
+    def killed(number):
+        written.append(number)
+        if in_writing and len(written) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(number)
+
+    os.fsync = killed
+    baseline.main(args)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_can_always_go_on(monkeypatch):
     """kill -9, every other time while a checkpoint is being written."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
     context = multiprocessing.get_context("forkserver")  # imports once, then forks
-    context.set_forkserver_preload([baseline.__name__, "torch._dynamo"])
-    rng, in_writing, run_dir, flags = random.Random(0), 0, None, SMALL | {"checkpoint_every": 50}
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    rng, run_dir, flags = random.Random(0), None, SMALL | {"checkpoint_every": 50}
 
-    def start(total_timesteps):
+    def start(total_timesteps, in_writing=False):
         args = baseline.Args(**flags, total_timesteps=total_timesteps, resume=run_dir)
-        process = context.Process(target=baseline.main, args=(args,))
+        process = context.Process(target=train_until_killed, args=(args, in_writing))
         process.start()
         return process
 
-    for kill in range(kills):
-        process = start(10**9)
+    for kill in range(20):
+        process = start(10**9, in_writing=kill % 2 == 1)
         if run_dir is None:
             wait_for(lambda: list(Path("runs").glob("*/checkpoint.pt")), process)
             (run_dir,) = map(str, Path("runs").iterdir())
-        else:
+        elif kill % 2 == 0:
             step = read_checkpoint(Path(run_dir))["global_step"]
             wait_for(Path(run_dir, f"config_{step}.json").exists, process)
-        time.sleep(rng.uniform(0, 0.5))
+        if kill % 2 == 0:
+            time.sleep(rng.uniform(0, 0.5))
+            process.kill()
+        process.join(PATIENCE)
+        assert process.exitcode is not None
         partial = Path(run_dir, "checkpoint.partial")
-        if kill % 2:
-            wait_for(partial.exists, process)
-        process.kill()
-        process.join()
-        in_writing += partial.exists()
+        assert partial.exists() or kill % 2 == 0, "not killed in the middle of writing"
         assert baseline.load(Path(run_dir))["global_step"] % 50 == 0
-    assert in_writing, "no kill hit a checkpoint that was being written"
     step = read_checkpoint(Path(run_dir))["global_step"]
     process = start(step + 120)
-    process.join()
+    process.join(PATIENCE)
     assert process.exitcode == 0 and not partial.exists()
     assert read_checkpoint(Path(run_dir))["global_step"] == step + 120
 
@@ -392,15 +408,16 @@ def test_signals_end_a_run_in_one_line_but_those_that_are_ignored(number, script
     assert read_checkpoint(run_dir)["global_step"] == 200
 
 
+@pytest.mark.slow
 def test_a_hang_up_ends_a_process(tmp_path):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    process = subprocess.Popen(script(BASELINE, *flags), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(Path("runs").glob("*/events*")) and time.monotonic() < deadline:
+    command = script(BASELINE, *flags, "--checkpoint-every=200")
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + PATIENCE
+    while not list(Path("runs").glob("*/checkpoint.pt")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(1)
     process.send_signal(signal.SIGHUP)
-    err = process.communicate(timeout=60)[1]
+    err = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 1 and "Traceback" not in err, err
     assert re.search("^interrupted after [0-9,]+ steps$", err, re.MULTILINE), err
     assert "sps_inclusive" in err and "run directory: runs/Pendulum-v1__sac" in err
