@@ -23,7 +23,7 @@ import sysconfig
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from types import SimpleNamespace
 
 import torch
@@ -38,13 +38,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(torch.__file__)), "<")
 problems, waits, counts = Counter(), Counter(), Counter()
+reads, writes = [], []  # still to do: (pinned source, value, site), (target on the host, value)
 
 
 def site() -> str:
     """File and line of the innermost frame that is neither here nor in a library."""
     frame = sys._getframe()
-    others = frame.f_code.co_filename, *LIBRARIES
-    while frame and frame.f_code.co_filename.startswith(others):
+    while frame and frame.f_code.co_filename.startswith((site.__code__.co_filename, *LIBRARIES)):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
 
@@ -83,10 +83,6 @@ def key_of(tensor: Tensor) -> int:
 
 def tensors_in(tree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-# What the device has still to do: (pinned source, value, site) and (target on the host, value)
-reads, writes = [], []
 
 
 def wait(why: str) -> None:
@@ -216,8 +212,7 @@ class Graph:
         again.generators = self.generators
         with capture(again):
             function()
-        nothing = "nothing", "", []
-        calls = zip_longest(self.signatures, again.signatures, fillvalue=nothing)
+        calls = zip_longest(self.signatures, again.signatures, fillvalue=("nothing", "", []))
         for (name, at, before), (other, where, after) in calls:
             changed = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
             text = f"the graph calls {name}, Python would now call {other} in {where}"
@@ -254,8 +249,6 @@ def call_graph_module(call, self, *args, **kwargs):
         graph.compare(lambda: self.module(*self._args, **self._kwargs))
     return call(self, *args, **kwargs)
 
-
-# Operators
 
 WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -295,7 +288,7 @@ class Rehearsal(TorchDispatchMode):
 def on_device(function, inputs, *args, **kwargs):
     """Calls an operator on the device, after what CUDA would say about it."""
     arguments = function._schema.arguments
-    namespace, name = function._schema.name.split("::")
+    name = function._schema.name.split("::")[1]
     elsewhere = [x for x in inputs if x.dim() and not on_cuda(x)]
     if elsewhere and len(elsewhere) < len(inputs) and name not in MIXING:
         report_problem(f"{name}: expected all tensors to be on the same device")
@@ -304,8 +297,6 @@ def on_device(function, inputs, *args, **kwargs):
         report_problem(f"{name}: expected a generator of CUDA, found one of the CPU")
     if generator and Graph.current and generator not in Graph.current.generators:
         report_problem(f"{name}: the generator is not registered with the graph")
-    if Graph.current and namespace == "c10d":
-        report_problem(f"{name} during a capture, which cannot be rehearsed")
     if name in WAITING:
         wait(name)
     for index in tensors_in(args[1]) if name in INDEXING else ():
@@ -423,10 +414,8 @@ def install(backend: str | None = None) -> None:
         ("Event", SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 0.0)),
         ("stream device", nullcontext()),
     ):
-        for name in names.split():  # each its own function: Dynamo has a rule for each
-            setattr(cuda, name, lambda *_, value=value, **__: value)
-            if hasattr(cuda.random, name):
-                setattr(cuda.random, name, getattr(cuda, name))
+        for name, module in product(names.split(), (cuda, cuda.random)):
+            setattr(module, name, lambda *_, value=value, **__: value)  # Dynamo has rules for each
     cuda.CUDAGraph, cuda.graph = Graph, capture
     cuda.synchronize = lambda *_: wait("synchronize")
     cuda.default_generators = (torch.default_generator,)
