@@ -501,49 +501,6 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-class RunningNorm(nn.Module):
-    """Brings values to mean 0 and deviation 1 by all that `update` has been shown."""
-
-    def __init__(self, *shape: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("var", torch.ones(shape))
-        self.register_buffer("count", torch.tensor(1e-4))
-
-    def update(self, x: Tensor) -> None:
-        """x (B, *shape); Chan, Golub and LeVeque, 1979, equation 2.1."""
-        total, delta = self.count + len(x), x.mean(0) - self.mean
-        squares = self.var * self.count + x.var(0, correction=0) * len(x)
-        self.var.copy_((squares + delta.square() * self.count * len(x) / total) / total)
-        self.mean += delta * len(x) / total
-        self.count.copy_(total)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
-
-    def invert(self, x: Tensor) -> Tensor:
-        return x * (self.var + 1e-8).sqrt() + self.mean
-
-
-class ActorCritic(nn.Module):
-    """Gaussian policy, whose deviation does not depend on the state, and the value of a state."""
-
-    def __init__(self, obs_dim: int, action_dim: int):
-        super().__init__()
-        self.obs_norm, self.return_norm = RunningNorm(obs_dim), RunningNorm()
-        self.critic = mlp(obs_dim, 1, gain=1.0)
-        self.actor_mean = mlp(obs_dim, action_dim, gain=0.01)
-        self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
-
-    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
-        return self.actor_mean(self.obs_norm(obs)), self.actor_logstd, self.value(obs)
-
-    def value(self, obs: Tensor) -> Tensor:
-        """obs (..., O) -> values (...); the network's own are those of normalized returns."""
-        return self.return_norm.invert(self.critic(self.obs_norm(obs)).squeeze(-1))
-
-
 class Batch(NamedTuple):
     """B steps of a rollout, float32; log_probs and values as they were when it was made."""
 
@@ -553,6 +510,34 @@ class Batch(NamedTuple):
     values: Tensor  # (B,)
     advantages: Tensor  # (B,)
     returns: Tensor  # (B,)
+
+
+class ActorCritic(nn.Module):
+    """Gaussian policy, whose deviation does not depend on the state, and the value of a state.
+
+    Observations and returns are normalized by the mean statistics of all rollouts so far.
+    """
+
+    def __init__(self, obs_dim: int, action_dim: int):
+        super().__init__()
+        self.obs_norm = nn.BatchNorm1d(obs_dim, affine=False, momentum=None)
+        self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None)
+        self.critic = mlp(obs_dim, 1, gain=1.0)
+        self.actor_mean = mlp(obs_dim, action_dim, gain=0.01)
+        self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
+        self.eval()
+
+    def observe(self, batch: Batch) -> None:
+        """Takes a rollout into the statistics, which are otherwise left alone."""
+        self.train()
+        self.obs_norm(batch.obs), self.return_norm(batch.returns[:, None])
+        self.eval()
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
+        inputs, returns = self.obs_norm(obs).clamp(-10, 10), self.return_norm
+        values = self.critic(inputs) * returns.running_var.sqrt() + returns.running_mean
+        return self.actor_mean(inputs), self.actor_logstd, values.squeeze(-1)
 
 
 class Rollout(NamedTuple):
@@ -603,7 +588,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tens
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    of_value = 0.5 * (values - batch.returns).square().mean() / model.return_norm.var
+    of_value = 0.5 * (values - batch.returns).square().mean() / model.return_norm.running_var[0]
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
@@ -632,7 +617,7 @@ class PPO(nn.Module):
     def value(self, obs: Tensor) -> Tensor:
         """obs (N, O) -> values (N,)."""
         with torch.no_grad():
-            return self.model.value(obs)
+            return self.model(obs)[2]
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""
@@ -790,8 +775,7 @@ def main(args: Args) -> Path:
                 explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
                 losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
                 losses[-1] = torch.cat(metrics)[:, -1].mean().item()
-                agent.model.obs_norm.update(batch.obs)
-                agent.model.return_norm.update(batch.returns)
+                agent.model.observe(batch)
                 found = rollout.episode_returns[rollout.ended].nanmean().item()
                 episodic_return = episodic_return if math.isnan(found) else found
 

@@ -176,31 +176,37 @@ def test_more_than_their_space_is_clipped_and_wrong_shapes_fail():
 # Parity
 
 
+def rollout_of(obs, returns):
+    return baseline.Batch(obs, *(torch.zeros(len(obs)),) * 4, returns)
+
+
 @SCRIPTS
 def test_statistics_and_values(module):
-    """Statistics of batches are those of all rows; values are in the units of returns."""
+    """Statistics are those of all rollouts; values are in the units of returns."""
     torch.manual_seed(0)
-    agent = module.PPO(module.Args(**SMALL), OBS, A, CPU)
-    rows = [3 + 5 * torch.randn(n, OBS) for n in (10, 200, 1000)]
-    for part in rows:
-        agent.model.obs_norm.update(part)
-    whole = torch.cat(rows)
-    torch.testing.assert_close(agent.model.obs_norm.mean, whole.mean(0), atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(
-        agent.model.obs_norm.var, whole.var(0, correction=0), atol=2e-2, rtol=1e-3
-    )
-    agent.model.return_norm.update(100 + 10 * torch.randn(10_000))
-    obs, noise = whole[:50], torch.randn(50, A)
-    values = agent.value(obs)
-    own = agent.model.critic(agent.model.obs_norm(obs)).squeeze(-1)
-    torch.testing.assert_close(values, 100 + 10 * own, atol=1, rtol=0.01)
+    model = (agent := module.PPO(module.Args(**SMALL), OBS, A, CPU)).model
+    rollouts = [i + (2 + i) * torch.randn(500, OBS) for i in range(3)]
+    for rows in rollouts:
+        model.observe(rollout_of(rows, 100 + 10 * rows[:, 0]))
+    means = torch.stack([rows.mean(0) for rows in rollouts]).mean(0)
+    variances = torch.stack([rows.var(0) for rows in rollouts]).mean(0)
+    torch.testing.assert_close(model.obs_norm.running_mean, means, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.obs_norm.running_var, variances, atol=1e-3, rtol=1e-3)
+    before = {name: x.clone() for name, x in agent.state_dict().items() if "running" in name}
+    obs, noise = rollouts[0][:50], torch.randn(50, A)
+    inputs = ((obs - means) / variances.sqrt()).clamp(-10, 10)
     with torch.no_grad():
-        agent.model.actor_logstd.fill_(-0.5)
-        actions, log_probs, _ = agent.act(obs, noise)
-        mean = agent.model.actor_mean(agent.model.obs_norm(obs))
+        model.actor_logstd.fill_(-0.5)
+        actions, log_probs, values = agent.act(obs, noise)
+        own, mean = model.critic(inputs).squeeze(-1), model.actor_mean(inputs)
         normal = torch.distributions.Normal(mean, math.exp(-0.5))
-    torch.testing.assert_close((actions - mean) / normal.stddev, noise, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(log_probs, normal.log_prob(actions).sum(1))
+    expected = 100 + 10 * means[0] + 10 * variances[0].sqrt() * own
+    torch.testing.assert_close(values, expected, atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(agent.value(obs), values)
+    torch.testing.assert_close((actions - mean) / normal.stddev, noise, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(log_probs, normal.log_prob(actions).sum(1), atol=1e-3, rtol=1e-3)
+    after = agent.state_dict()
+    assert len(before) == 4 and all(torch.equal(after[name], before[name]) for name in before)
 
 
 def make_pair():
@@ -210,8 +216,7 @@ def make_pair():
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    reference.model.obs_norm.update(torch.randn(100, OBS))
-    reference.model.return_norm.update(3 * torch.randn(100))
+    reference.model.observe(rollout_of(torch.randn(100, OBS), 3 * torch.randn(100)))
     agent = variant.PPO(variant.Args(**SMALL), OBS, A, CPU)
     agent.load_state_dict(reference.state_dict())
     return reference, agent
