@@ -318,7 +318,7 @@ def test_a_script_on_cuda_computes_what_it_computes_on_the_cpu(group, name, foun
     """Every bit of the checkpoint, through warm-up, captures and replays."""
     assert found(group)[name]["problems"] == []
     assert found(group)[name]["differs"] is None
-    assert found(group)[name]["replays"] > 10
+    assert found(group)[name]["replays"] >= 10
 
 
 WAITS = {
