@@ -310,6 +310,7 @@ class CPhysics:
         self.parts = np.array_split(range(num_envs), min(os.cpu_count(), num_envs))
         self.pool = ThreadPoolExecutor(len(self.parts))
         self.arrays = {name: [getattr(data, name) for data in self.worlds] for name in reads}
+        self.overflow = torch.zeros(num_envs)  # its memory for contacts grows
         self.state = SimpleNamespace()  # the same on the device, which `publish` brings up to date
         for name, (array, *_) in self.arrays.items():
             setattr(self.state, name, torch.zeros(num_envs, *array.shape, device=device))
@@ -378,6 +379,7 @@ class WarpPhysics:
         self.warp, self.on_gpu = wp, device.type == "cuda"
         tensors = {name: wp.to_torch(getattr(self.data, name)) for name in reads}  # no copies
         self.state, self.ctrl = SimpleNamespace(**tensors), wp.to_torch(self.data.ctrl)
+        self.overflow = wp.to_torch(self.data.overflow)  # not 0 where contacts were dropped
         self.forces = [tensors[name] for name in reads if "frc" in name]
         self.forces.append(wp.to_torch(self.data.qacc_warmstart))
 
@@ -551,6 +553,7 @@ class Rollout(NamedTuple):
     next_values: Tensor  # (T, N) of what follows in the same episode, 0 after a termination
     ended: Tensor  # (T, N) bool, of either kind
     episode_returns: Tensor  # (T, N) of the episode so far
+    episode_lengths: Tensor  # (T, N) of the episode so far
 
 
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
@@ -761,7 +764,7 @@ def main(args: Args) -> Path:
                 with watch.stage("inference"):
                     next_values = agent.value(infos["final_obs"]) * ~terminated
                 row = obs, actions, log_probs, values, rewards, next_values
-                rows.append((*row, infos["_final_obs"], infos["episode"]["r"]))
+                rows.append((*row, infos["_episode"], *infos["episode"].values()))
                 obs = next_obs  # where an episode ended, already the next episode's first
             with watch.stage("replay"):
                 rollout = Rollout(*map(torch.stack, zip(*rows, strict=True)))
@@ -779,7 +782,7 @@ def main(args: Args) -> Path:
                 found = rollout.episode_returns[rollout.ended].nanmean().item()
                 episodic_return = episodic_return if math.isnan(found) else found
 
-            # 3. Log. An observation that is not finite makes losses that are not.
+            # 3. Log.
             with watch.stage("logging"):
                 if not np.isfinite(losses).all():
                     raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
@@ -794,7 +797,11 @@ def main(args: Args) -> Path:
                     writer.add_scalar(f"losses/{tag}", value, global_step)
                 if not math.isnan(found):
                     writer.add_scalar("charts/episodic_return", episodic_return, global_step)
+                    length = rollout.episode_lengths[rollout.ended].mean().item()
+                    writer.add_scalar("charts/episodic_length", length, global_step)
                 writer.add_scalar("charts/broken_worlds", envs.broken.item(), global_step)
+                overflows = envs.physics.overflow.count_nonzero().item()  # worlds without room
+                writer.add_scalar("charts/contact_overflows", overflows, global_step)
                 bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                 bar.update(global_step - bar.n)
 
