@@ -248,7 +248,7 @@ def test_an_evaluation_is_the_mean_action_under_frozen_statistics(module):
         returns.append(total)
     agent.act = agent.learn = None  # compiled or captured, they would be for another batch
     found = [module.evaluate(agent, args, statistics, None) for _ in range(2)]
-    assert found[0] == found[1] == pytest.approx(np.mean(returns), rel=1e-3)
+    assert found == [pytest.approx(np.mean(returns), rel=1e-3)] * 2
     torch.testing.assert_close(module.get_statistics(envs), statistics, atol=0, rtol=0)
 
 

@@ -1,6 +1,7 @@
 """Baseline and variant are one algorithm: equal weights, batch and noise in, equal updates out."""
 
 import difflib
+import functools
 from pathlib import Path
 
 import gymnasium as gym
@@ -80,12 +81,6 @@ def make_pair(device=CPU, updates=3):
     return reference, agent
 
 
-def compile_agent(agent):
-    """The compiler's cache has the code for agents of the same shapes."""
-    variant.compile_agent(agent)
-    return agent
-
-
 def assert_same_state(reference, agent, tolerance):
     for (name, expected), actual in zip(
         tensors(reference).items(), tensors(agent).values(), strict=True
@@ -111,11 +106,42 @@ def run_updates(reference, agent, count, tolerance, device=CPU):
     assert_same_state(reference, agent, tolerance)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_one_update_agrees(compiled):
+def test_one_update_agrees():
     reference, agent = make_pair()
     assert_same_state(reference, agent, 0.0)
-    run_updates(reference, compile_agent(agent) if compiled else agent, 1, 1e-5)
+    run_updates(reference, agent, 1, 1e-5)
+
+
+def test_compiled_agents_agree():
+    """One graph per method, nothing compiles again, and each agent has code of its own.
+
+    That code asks nothing when it is called, so it must be that of one agent alone.
+    """
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    reference, first = make_pair()
+    variant.compile_agent(first)  # fullgraph=True: a graph break is an error
+    obs, noise = torch.randn(1, OBS), torch.randn(1, A)
+    expected = reference.act(obs, noise)
+    torch.testing.assert_close(expected, first.act(obs, noise), atol=1e-6, rtol=0)
+    run_updates(reference, first, 1, 1e-5)
+    assert counters["stats"]["unique_graphs"] == 3
+    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, CPU)
+    for step in transitions(60, 1):
+        rb.add(*step)
+        batch = rb.sample()
+        first.update_critic(batch, torch.randn_like(batch.actions))
+        first.update_actor(batch.obs, torch.randn_like(batch.actions))
+        first.update_target()
+        first.act(torch.randn(1, OBS), torch.randn(1, A))
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+
+    before = [parameter.clone() for parameter in first.parameters()]
+    reference, second = make_pair(updates=5)
+    variant.compile_agent(second)
+    run_updates(reference, second, 1, 1e-5)
+    assert all(map(torch.equal, before, first.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +149,9 @@ def test_one_update_agrees(compiled):
 )
 def test_a_hundred_updates_agree(compiled, float64):
     reference, agent = make_pair()
-    run_updates(reference, compile_agent(agent) if compiled else agent, 100, 1e-9)
+    if compiled:
+        variant.compile_agent(agent)
+    run_updates(reference, agent, 100, 1e-9)
 
 
 class Smooth(gym.Env):
@@ -205,6 +233,14 @@ def test_whole_iterations_agree(smooth, monkeypatch):
         assert checkpoint["replay"]["position"] == expected["replay"]["position"] == 10
 
 
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request, monkeypatch):
+    """How what is compiled is run: as the graph that was traced, or by the code made of it."""
+    compiler = functools.partial(torch.compile, backend=request.param)
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch._dynamo.reset()
+
+
 def test_fixed_temperature_stays():
     obs = random_batch(torch.Generator().manual_seed(3), CPU).obs
     for script in (baseline, variant):
@@ -218,7 +254,6 @@ def test_actions_agree():
     obs, noise = torch.randn(1, OBS), torch.randn(1, A)
     expected = reference.act(obs, noise)
     torch.testing.assert_close(expected, agent.act(obs, noise), atol=1e-6, rtol=0)
-    torch.testing.assert_close(expected, compile_agent(agent).act(obs, noise), atol=1e-6, rtol=0)
 
 
 def test_a_wrong_update_is_noticed():
@@ -314,32 +349,6 @@ def test_replay_memory(script):
     assert 4 * 42 * 1_000_000 <= sum(storages.values()) <= 170e6
 
 
-def test_no_graph_break_and_no_recompilation():
-    """One graph per method, and nothing compiles again after each has been called once."""
-    agent = compile_agent(make_pair()[1])  # fullgraph=True: a graph break is an error
-    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, CPU)
-    counts = []
-    for step in transitions(60, 1):
-        rb.add(*step)
-        batch = rb.sample()
-        agent.update_critic(batch, torch.randn_like(batch.actions))
-        agent.update_actor(batch.obs, torch.randn_like(batch.actions))
-        agent.update_target()
-        agent.act(torch.randn(1, OBS), torch.randn(1, A))
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts[0] >= 3 and counts[-1] == counts[0], counts
-
-
-def test_a_second_agent_trains_itself():
-    """Compiled code asks nothing when it is called, so it must be that of one agent alone."""
-    reference, first = make_pair()
-    run_updates(reference, compile_agent(first), 1, 1e-5)
-    before = [parameter.clone() for parameter in first.parameters()]
-    reference, second = make_pair(updates=5)
-    run_updates(reference, compile_agent(second), 1, 1e-5)
-    assert all(map(torch.equal, before, first.parameters()))
-
-
 def assert_hunks_are_marked(baseline, variant):
     """Each hunk in which the variant differs starts with `# speed:`; only the docstring need not.
 
@@ -372,7 +381,7 @@ def test_graphed_updates_agree_with_eager(compiled):
     device = torch.device("cuda")
     reference, agent = make_pair(device)
     if compiled:
-        compile_agent(agent)
+        variant.compile_agent(agent)
     for name in ("update_critic", "update_actor", "update_target"):
         setattr(agent, name, CudaGraphModule(getattr(agent, name), warmup=3))
     run_updates(reference, agent, 10, 1e-4, device)  # warm-up, capture, replays

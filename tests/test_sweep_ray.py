@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import run_dirs
 from conftest import ROOT
-from test_sweep import STAND_IN, alive, found_in, states, wait_until, write_sweep
+from test_sweep import PATIENCE, STAND_IN, alive, found_in, states, wait_until, write_sweep
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def head():
         command, env=environment, stdout=log, stderr=log, start_new_session=True
     )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while True:
             assert process.poll() is None, Path(log.name).read_text()
             assert time.monotonic() < deadline, Path(log.name).read_text()
@@ -91,7 +91,7 @@ def call(head, *words, stdin="", check=None):
         env=head["environment"],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE,
     )
     assert "Traceback" not in done.stderr, done.stderr
     if check is not None:
@@ -183,14 +183,14 @@ def test_it_asks_before_it_launches(head, place):
 def test_a_killed_launcher_is_followed_again(head, place):
     path = write_sweep(place, {"n": [1, 2, 3], "until": [f"{place}/now"]})
     launcher = launch(head, path)
-    wait_until(lambda: len(alive(place)) == 2, 60)
+    wait_until(lambda: len(alive(place)) == 2)
     launcher.kill()
     launcher.communicate()
     again = launch(head, path)
     assert any("at work already" in line for line in again.stdout)  # reads up to there
     assert len(alive(place)) == 2  # the job went on
     (place / "now").touch()
-    out, error = again.communicate(timeout=120)
+    out, error = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0 and "3/3" in out, out + error
     statuses = [json.loads(p.read_text()) for p in (place / "runs/study").glob("*/status.json")]
     assert [status["attempt"] for status in statuses] == [1, 1, 1]
@@ -199,13 +199,13 @@ def test_a_killed_launcher_is_followed_again(head, place):
 def test_a_killed_worker_loses_no_run(head, place):
     path = write_sweep(place, {"n": [1, 2], "until": [f"{place}/now"]})
     launcher = launch(head, path)
-    wait_until(lambda: len(alive(place)) == 2, 60)
+    wait_until(lambda: len(alive(place)) == 2)
     victim = alive(place)[0]
     with open(f"/proc/{victim}/stat") as file:
         worker = int(file.read().rpartition(")")[2].split()[1])
     os.kill(worker, signal.SIGKILL)
     (place / "now").touch()
-    out, error = launcher.communicate(timeout=120)
+    out, error = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, out + error
     statuses = [json.loads(p.read_text()) for p in (place / "runs/study").glob("*/status.json")]
     assert sorted(status["attempt"] for status in statuses) == [1, 2]
@@ -215,7 +215,7 @@ def test_a_killed_worker_loses_no_run(head, place):
 def test_jobs_logs_and_stop(head, place):
     path = write_sweep(place, {"n": [1, 2, 3], "sleep": [600.0]}, name="long")
     launcher = launch(head, path)
-    wait_until(lambda: len(alive(place)) == 2, 60)
+    wait_until(lambda: len(alive(place)) == 2)
     said = call(head, "jobs", check=0).stdout
     assert said.count("long/") == 3 and said.count("running") == 2 and "waiting" in said
 
@@ -231,8 +231,8 @@ def test_jobs_logs_and_stop(head, place):
     assert len(alive(place)) == 2
     call(head, "stop", "long", stdin="y\n", check=0)
     assert not alive(place) and states(place, "long") == ["stopped"] * 3
-    assert following.wait(timeout=60) == 0
-    out, _ = launcher.communicate(timeout=60)
+    assert following.wait(timeout=PATIENCE) == 0
+    out, _ = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 1 and "3 stopped" in out
     assert "nothing that runs" in call(head, "stop", "long", stdin="y\n", check=2).stderr
 
@@ -240,12 +240,12 @@ def test_jobs_logs_and_stop(head, place):
 def test_ray_stops_a_job_and_its_runs(head, place):
     path = write_sweep(place, {"n": [1], "sleep": [600.0]}, name="ended")
     launcher = launch(head, path)
-    wait_until(lambda: alive(place), 60)
+    wait_until(lambda: alive(place))
     job = next(line.split()[1].strip(",") for line in launcher.stdout if line.startswith("job "))
     ray = str(Path(sys.executable).parent / "ray")
     words = [ray, "job", "stop", "--address", head["address"], job]
     subprocess.run(words, env=head["environment"], check=True, capture_output=True)
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 1 and f"{job} stopped" in out
     wait_until(lambda: not alive(place))
     assert "lost" in call(head, "jobs").stdout
@@ -285,7 +285,7 @@ def test_runs_that_wait_for_gpus_can_be_stopped(head, place):
         said += line
     assert "waiting" in call(head, "jobs", check=0).stdout
     call(head, "stop", "gpus", "--yes", check=0)
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 1 and "1 stopped" in out
 
 
