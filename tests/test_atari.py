@@ -402,20 +402,22 @@ def test_graphed_runs_agree_with_eager(flags):
 # Whole runs
 
 
-@pytest.mark.parametrize(
-    "command",
-    [(baseline.SCRIPT,), (variant.SCRIPT, "--cudagraphs", "--channels-last")],
-    ids=["baseline", "variant"],
-)
-def test_run_from_end_to_end(command, tmp_path):
-    few = ("--num-envs=4", "--num-steps=32", "--num-minibatches=2", "--total-timesteps=1000")
-    flags = ("--update-epochs=2", "--eval-every=800", "--eval-episodes=2", "--save-model")
-    result = run(tmp_path, *command, *few, *flags, "--capture-video")
+@SCRIPTS
+def test_run_from_end_to_end(module, tmp_path, capsys):
+    """The baseline in a process of its own, the variant in this one."""
+    flags = SMALL | {"total_timesteps": 1000, "update_epochs": 1}
+    flags |= {"eval_every": 800, "eval_episodes": 1}
+    if module is baseline:
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        err = run(tmp_path, baseline.SCRIPT, *words, "--save-model", "--capture-video").stderr
+    else:
+        flags |= {"cudagraphs": True, "channels_last": True}
+        train(variant, **flags, save_model=True, capture_video=True)
+        err = capsys.readouterr().err
+        assert err.count("no CUDA device") == (not torch.cuda.is_available())
     run_dir, config, stages, values = read_run(tmp_path)
-    assert run_dir.name in result.stderr and config["args"]["env_id"] == "Breakout-v5"
+    assert run_dir.name in err and config["args"]["env_id"] == "Breakout-v5"
     assert config["versions"]["envpool"] and config["versions"]["torch"]
-    if "--cudagraphs" in command and not torch.cuda.is_available():
-        assert result.stderr.count("no CUDA device") == 1
     assert stages["window"]["env_steps"] == 896 - 3 * 128 and stages["sps_steady"] > 0
     assert stages["stages"]["inference"]["count"] == 4 * 32
     rates = [value for _, value in values["charts/learning_rate"]]

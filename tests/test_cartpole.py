@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from test_sac import read_run, read_scalars, run
-from test_sac_parity import assert_hunks_are_marked, backend  # noqa: F401
+from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
 
 from leanrl import ppo_cartpole_gpu as baseline
 from leanrl import ppo_cartpole_gpu_torchcompile as variant
@@ -288,11 +288,10 @@ def compile_agent(agent):
 PIECES = [(False, 64), (False, 16), pytest.param(True, 16, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("compiled", "rows"), [(False, 64), (True, 16)])
-def test_one_update_agrees(compiled, rows, monkeypatch):
-    monkeypatch.setattr(variant, "CACHED_ROWS", rows)
+@WITHOUT_OR_COMPILED
+def test_one_update_agrees(backend):  # noqa: F811
     reference, agent = make_pair()
-    run_updates(reference, compile_agent(agent) if compiled else agent, 1, 1e-5)
+    run_updates(reference, compile_agent(agent) if backend else agent, 1, 1e-5)
 
 
 @pytest.mark.parametrize(("compiled", "rows"), PIECES)
@@ -311,7 +310,7 @@ def test_a_wrong_update_is_noticed():
             run_updates(reference, agent, 3, 1e-5)
 
 
-def test_whole_runs_agree(monkeypatch):
+def test_whole_runs_agree(backend, monkeypatch):  # noqa: F811
     """From flags to checkpoint: baseline, variant and compiled variant see the same episodes.
 
     Compiled, each function is one graph, and nothing compiles again after the first rollout.
@@ -324,8 +323,6 @@ def test_whole_runs_agree(monkeypatch):
         return metrics
 
     monkeypatch.setattr(variant.PPO, "learn", counted)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     reference = train(baseline, **flags)
     expected, scalars = read_checkpoint(reference), read_scalars(reference)
     for compiled in (False, True):
@@ -360,22 +357,22 @@ def test_graphed_runs_agree_with_eager(compiled):
 # Whole runs
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        (baseline.SCRIPT,),
-        (variant.SCRIPT, "--cudagraphs"),
-        pytest.param((variant.SCRIPT, "--compile", "--cudagraphs"), marks=pytest.mark.slow),
-    ],
-    ids=["baseline", "cudagraphs", "compile+cudagraphs"],
-)
-def test_run_from_end_to_end(command, tmp_path):
-    flags = ("--num-envs=64", "--num-steps=16", "--num-minibatches=2", "--total-timesteps=9000")
-    flags += ("--eval-every=5000", "--eval-episodes=3", "--save-model", "--capture-video")
-    result = run(tmp_path, *command, *flags)
+BOTH = pytest.param({"compile": True, "cudagraphs": True}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("more", [None, {"cudagraphs": True}, BOTH], ids=str)
+def test_run_from_end_to_end(more, tmp_path, capsys):
+    """The baseline in a process of its own, the variant in this one."""
+    flags = SMALL | {"total_timesteps": 9000, "eval_every": 5000, "eval_episodes": 3}
+    if more is None:
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        err = run(tmp_path, baseline.SCRIPT, *words, "--save-model", "--capture-video").stderr
+    else:
+        variant.main(variant.Args(**flags, **more, save_model=True, capture_video=True))
+        err = capsys.readouterr().err
+        assert err.count("no CUDA device") == (not torch.cuda.is_available())
     run_dir, config, stages, values = read_run(tmp_path)
-    assert f"run directory: runs/{run_dir.name}" in result.stderr
-    assert result.stderr.count("no CUDA device") == ("--cudagraphs" in command)
+    assert f"run directory: runs/{run_dir.name}" in err
     assert config["args"]["env_id"] == "CartPole-v1" and config["versions"]["torch"]
     assert stages["window"]["env_steps"] == 8192 - 3 * 1024 and stages["sps_steady"] > 0
     for stage in ("inference", "backpropagation"):

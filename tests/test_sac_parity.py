@@ -57,6 +57,22 @@ def tensors(agent) -> dict[str, list[torch.Tensor]]:
 
 
 CPU = torch.device("cpu")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+WITHOUT_OR_COMPILED = pytest.mark.parametrize("backend", [None, *BACKENDS], indirect=True)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    """What runs compiled functions: the operations that were traced, or code generated for them.
+
+    Generating it takes half a minute of the compiler's time for a script.
+    """
+    if request.param:
+        compiler = functools.partial(torch.compile, backend=request.param)
+        monkeypatch.setattr(torch, "compile", compiler)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return request.param
 
 
 def make_pair(device=CPU, updates=3):
@@ -185,7 +201,7 @@ def smooth(tmp_path, monkeypatch):
     gym.registry.pop("Smooth-v0")
 
 
-def test_whole_iterations_agree(smooth, monkeypatch):
+def test_whole_iterations_agree(smooth, backend, monkeypatch):
     """Both `main`s with the same draws from the replay buffer: every row of metrics, every tensor.
 
     Acting, storing, what is updated when, logging; the variant eager and compiled.
@@ -231,14 +247,6 @@ def test_whole_iterations_agree(smooth, monkeypatch):
         columns = torch.cat([x.reshape(130, -1) for x in expected["replay"]["data"]], dim=1)
         torch.testing.assert_close(columns, checkpoint["replay"]["data"], rtol=0, atol=5e-3)
         assert checkpoint["replay"]["position"] == expected["replay"]["position"] == 10
-
-
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def backend(request, monkeypatch):
-    """How what is compiled is run: as the graph that was traced, or by the code made of it."""
-    compiler = functools.partial(torch.compile, backend=request.param)
-    monkeypatch.setattr(torch, "compile", compiler)
-    torch._dynamo.reset()
 
 
 def test_fixed_temperature_stays():

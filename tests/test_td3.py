@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_sac import read_scalars
-from test_sac_parity import assert_hunks_are_marked
+from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
 
 from leanrl import td3_continuous_action as baseline
 from leanrl import td3_continuous_action_torchcompile as variant
@@ -280,23 +280,21 @@ def run_updates(reference, agent, count, tolerance, device=CPU):
     torch.testing.assert_close(state(agent), state(reference), atol=tolerance, rtol=0)
 
 
-@COMPILED
-def test_one_update_agrees(compiled):
+@WITHOUT_OR_COMPILED
+def test_one_update_agrees(backend):  # noqa: F811
     """Compiled: in one graph per method, and nothing compiles again for what follows."""
     reference, agent = make_pair()
     torch.testing.assert_close(state(agent), state(reference), atol=1e-6, rtol=0)
-    if compiled:
-        torch._dynamo.reset()
+    if backend:
         variant.compile_agent(agent)
-    counters = torch._dynamo.utils.counters
-    counters.clear()
     run_updates(reference, agent, 1, 1e-5)
     for _ in range(3):
         obs, noise = torch.randn(1, OBS), torch.randn(1, A)
         actions = [each.act(obs, noise) for each in (reference, agent)]
         torch.testing.assert_close(*actions, atol=1e-5, rtol=0)
     run_updates(reference, agent, 20, 1.0)
-    assert counters["stats"]["unique_graphs"] == 3 * compiled and not counters["graph_break"]
+    counters, graphs = torch._dynamo.utils.counters, 3 if backend else 0
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +307,7 @@ def test_a_hundred_updates_agree(compiled, float64):
     run_updates(reference, agent, 100, 1e-9)
 
 
-def test_whole_iterations_agree(monkeypatch):
+def test_whole_iterations_agree(backend, monkeypatch):  # noqa: F811
     """40 of both scripts with the same draws from the replay buffer, the variant's also compiled.
 
     Acting, storing, what is updated when, logging.
