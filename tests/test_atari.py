@@ -316,6 +316,7 @@ def test_one_update_agrees():
         run_updates(reference, agent, 1, 1e-5)
 
 
+@pytest.mark.slow
 def test_ten_updates_agree(float64):
     run_updates(*make_pair(), 10, 1e-9)
 

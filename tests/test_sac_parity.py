@@ -194,7 +194,7 @@ class Smooth(gym.Env):
 
 @pytest.fixture
 def smooth(tmp_path, monkeypatch):
-    """The id of `Smooth`, whose runs go to tmp_path and, if compiled, share the compiled agent."""
+    """The id of `Smooth`, whose runs go to tmp_path."""
     monkeypatch.chdir(tmp_path)
     gym.register("Smooth-v0", entry_point=lambda **_: Smooth())
     yield "Smooth-v0"
