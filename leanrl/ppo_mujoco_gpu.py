@@ -526,7 +526,8 @@ class ActorCritic(nn.Module):
         self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None)
         self.critic = mlp(obs_dim, 1, gain=1.0)
         self.actor_mean = mlp(obs_dim, action_dim, gain=0.01)
-        self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
+        # wide noise at first throws HalfCheetah on its back, where it would learn to slide
+        self.actor_logstd = nn.Parameter(torch.full((action_dim,), -1.0))
         self.eval()
 
     def observe(self, batch: Batch) -> None:
