@@ -383,7 +383,7 @@ def test_differing_hunks_are_marked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_graphed_updates_agree_with_eager(compiled):
+def test_graphed_updates_agree_with_eager(compiled, float64):
     from tensordict.nn import CudaGraphModule
 
     device = torch.device("cuda")
