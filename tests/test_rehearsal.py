@@ -341,7 +341,6 @@ def test_the_host_waits_no_more_than_it_has_to(name, found):
 # The tests for GPUs
 
 
-
 @pytest.mark.parametrize(
     "files",
     [
