@@ -292,7 +292,7 @@ def launch(path, *words):
 def test_an_interrupt_leaves_no_orphan_and_the_next_launch_goes_on(place, number):
     path = write_sweep(place, {"n": [1, 2, 3], "sleep": [0.0, 600.0]})
     launcher = launch(path, "--workers", "3")
-    wait_until(lambda: len(alive(place)) == 3 and "finished" in states(place))
+    wait_until(lambda: len(alive(place)) == 3 and states(place).count("finished") == 3)
     finished = found_in(place)
     launcher.send_signal(number)
     _, error = launcher.communicate(timeout=PATIENCE)
