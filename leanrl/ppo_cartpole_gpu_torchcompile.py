@@ -614,8 +614,8 @@ def main(args: Args) -> Path:
     if args.compile:
         compile_agent(agent)
         step = torch.compile(step, fullgraph=True)
-        cpuinfo = Path("/proc/cpuinfo")  # with AMX, "medium" would be bfloat16, with CUDA TF32
-        if device.type == "cpu" and cpuinfo.exists() and "amx" not in cpuinfo.read_text():
+        cpuinfo = Path("/proc/cpuinfo")  # on Zen 4 slower, with AMX bfloat16, on a GPU TF32
+        if device.type == "cpu" and cpuinfo.exists() and "family\t: 26" in cpuinfo.read_text():
             torch.set_float32_matmul_precision("medium")  # oneDNN, not MKL: 1.5x on AMD's Zen 5
     if args.cudagraphs and device.type == "cuda":
         roll_out = CudaGraphModule(roll_out, warmup=3)

@@ -569,8 +569,8 @@ def main(args: Args) -> Path:
     # function compiles when it is first called, and a graph is captured on its third call
     if args.compile:
         compile_agent(agent)
-        cpuinfo = Path("/proc/cpuinfo")  # with AMX it would be bfloat16, on a GPU TF32
-        if device.type == "cpu" and cpuinfo.exists() and "amx" not in cpuinfo.read_text():
+        cpuinfo = Path("/proc/cpuinfo")  # on Zen 4 slower, with AMX bfloat16, on a GPU TF32
+        if device.type == "cpu" and cpuinfo.exists() and "family\t: 26" in cpuinfo.read_text():
             torch.set_float32_matmul_precision("medium")  # oneDNN, not MKL: 1.5x on AMD's Zen 5
     if args.cudagraphs and device.type == "cuda":
         agent.act = CudaGraphModule(agent.act, warmup=3)
