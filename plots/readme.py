@@ -25,6 +25,7 @@ LEARNED = [  # record, what ran, what others have published
     ("td3_halfcheetah_293k_cpu", "TD3, variant", CLEANRL.format("9,583 +- 126")),
     ("ppo_halfcheetah_1m_baseline_cpu", "PPO, baseline", CLEANRL.format("1,443 +- 46")),
     ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
+    ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
     ("ppo_cartpole_learning_cpu", "PPO on CartPoles, variant", "500 is the most"),
 ]
@@ -36,7 +37,7 @@ def record(name: str) -> dict:
 
 def with_range(spread: dict, middle: str = "mean") -> str:
     low, high = short(spread["min"]), short(spread["max"])
-    return f"{short(spread[middle])} ({low}-{high})"
+    return short(spread[middle]) + (f" ({low}-{high})" if low != high else "")
 
 
 def where(machine: dict) -> str:
@@ -53,11 +54,11 @@ def speedup() -> str:
     rows = {(row["script"], row["row"]): row for row in found["rows"]}
     scripts = list(dict.fromkeys(script for script, _ in rows))
     captured = [row for row in ROWS if "cudagraphs" in row]
-    heading = ["script", "baseline", "eager", "`--compile`", "`--cudagraphs`, alone and with it"]
+    heading = ["script", "baseline", "`--compile`", "`--cudagraphs`, alone and with it"]
     table = [[*heading, "overall", "warm-up s, first and best"]]
     for script in scripts:
         line = [f"`{script}`"]
-        for row in ("baseline", "eager", "compile"):
+        for row in ("baseline", "compile"):
             spread = rows[script, row].get("sps_steady")
             line.append(with_range(spread) if spread else NOT_MEASURED)
         spreads = [rows[script, row].get("sps_steady") for row in captured]
@@ -67,8 +68,8 @@ def speedup() -> str:
         line += [f"**{best['speedup']:.2f}x**", f"{warmup['first']:.1f}, {warmup['best']:.1f}"]
         table.append(line)
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
-    said = f"Environment steps/s in steady state: mean and range of {seeds} seeds, on "
-    said += f"{where(found['machine'])} (`speedup_cpu.md`, `{found['command']}`)."
+    said = f"Environment steps/s in steady state, seeds per row: {seeds}, on "
+    said += f"{where(found['machine'])} (`speedup_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -114,12 +115,16 @@ def ablated(algorithm: str, row: str = "compile") -> list[tuple]:
 
 def tricks() -> str:
     """What the variants with --compile lose without one trick, the most valuable first."""
-    rows = []
+    rows, noise = [], []
     for algorithm in ("ppo", "td3", "sac"):
         for of_whole, name, worth in ablated(algorithm):
-            rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
+            if worth == "noise":
+                noise.append(f"{name} ({algorithm.upper()}, {of_whole:.2f}x)")
+            else:
+                rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
     table = [["trick", "script", "speed without it", "us per step"]]
-    return f"{as_markdown(table + [cells for _, cells in sorted(rows)], labels=2)}\n"
+    table += [cells for _, cells in sorted(rows)]
+    return f"{as_markdown(table, labels=2)}\n\nWorth nothing in some round: {', '.join(noise)}.\n"
 
 
 def tips() -> str:
