@@ -25,6 +25,7 @@ LEARNED = [  # record, what ran, what others have published
     ("td3_halfcheetah_293k_cpu", "TD3, variant", CLEANRL.format("9,583 +- 126")),
     ("ppo_halfcheetah_1m_baseline_cpu", "PPO, baseline", CLEANRL.format("1,443 +- 46")),
     ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
+    ("ppo_mujoco_halfcheetah_1m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
     ("ppo_cartpole_learning_cpu", "PPO on CartPoles, variant", "500 is the most"),
