@@ -153,16 +153,13 @@ def learning() -> str:
     table = [["environment", "script", "steps", "return", "elsewhere"]]
     for name, script, elsewhere in LEARNED:
         runs = record(name)["runs"]
-        series = [run.get("eval_returns") or run["episodic_returns"] for run in runs]
-        ends = [
-            run["eval_returns"][-1][1] if run.get("eval_returns") else run["mean_return_last_10"]
-            for run in runs
-        ]
+        evaluated = all(run.get("eval_returns") for run in runs)
+        kind = "eval_returns" if evaluated else "episodic_returns"
+        steps = runs[0][kind][-1][0]
+        ends = [run[kind][-1][1] if evaluated else run["mean_return_last_10"] for run in runs]
         env_id = runs[0]["config"]["args"]["env_id"]
-        said = ", ".join(short(end) for end in ends)
-        if all(run.get("eval_returns") for run in runs):
-            said += ", evaluated"
-        table.append([env_id, script, f"{series[0][-1][0]:,}", said, elsewhere])
+        said = ", ".join([*map(short, ends), *["evaluated"] * evaluated])
+        table.append([env_id, script, f"{steps:,}", said, elsewhere])
     return f"{as_markdown(table, labels=2)}\n"
 
 
