@@ -333,7 +333,7 @@ class CPhysics:
                 mujoco.mj_rnePostConstraint(self.model, data)  # contact forces, as Gymnasium does
 
         list(self.pool.map(step_worlds, self.parts))
-        self.publish()
+        self.publish(range(len(self.worlds)))
 
     def begin(self, ended: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
@@ -344,11 +344,12 @@ class CPhysics:
             data.qpos, data.qvel = qpos[i].cpu(), qvel[i].cpu()
             mujoco.mj_forward(self.model, data)
         if worlds:
-            self.publish()
+            self.publish(worlds)
 
-    def publish(self) -> None:
+    def publish(self, worlds: Sequence[int]) -> None:
         for name, arrays in self.arrays.items():
-            getattr(self.state, name).copy_(torch.from_numpy(np.stack(arrays)))
+            state, rows = getattr(self.state, name), np.stack([arrays[i] for i in worlds])
+            state[worlds] = torch.from_numpy(rows).to(state)
 
 
 class WarpPhysics:
