@@ -164,9 +164,9 @@ def learning() -> str:
 
 
 def environments() -> str:
-    """Steps/s of environments alone, and what training gets of them."""
-    from env_tables import STEP_BYTES, describe_turning, distinct, medians, turning_point
-    from env_tables import short as with_unit
+    """Steps/s of environments alone."""
+    from env_report import STEP_BYTES, describe_turning, distinct, medians, turning_point
+    from env_report import short as with_unit
 
     found = record("env_scaling_cpu")
     part, shown = found["steps"], (1, 64, 4096, 65_536, 1_048_576)

@@ -103,18 +103,6 @@ print("done")
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
 
 
-def test_compiled_code_calls_the_kernel():
-    """`fullgraph`: without a break."""
-    envs, again = KernelCartPole(64, CPU), KernelCartPole(64, CPU)
-    for each in (envs, again):
-        each.reset(seed=1)
-    torch._dynamo.reset()
-    step = torch.compile(lambda actions: envs.step(1 - actions), fullgraph=True)
-    for actions in torch.randint(0, 2, (30, 64)):
-        torch.testing.assert_close(step(actions), again.step(1 - actions))
-    assert again.episodes.sum() > 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("threads", [1, 32, 1000, 1024])
 def test_the_kernel_on_the_gpu_is_the_one_on_the_cpu(threads):

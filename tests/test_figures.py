@@ -8,7 +8,7 @@ import warnings
 
 import breakdown
 import curves
-import env_figures
+import env_report
 import numpy as np
 import pytest
 import record
@@ -491,7 +491,7 @@ def test_figures_of_the_study_show_arms_on_a_gpu(tmp_path):
     devices = {"cpu": {"bytes_per_second": 3e10}, "cuda": {"bytes_per_second": 4e12}}
     study = {"steps": here | {"rows": rows}, "work": here | {"rows": again}}
     study["limits"] = {"devices": devices}
-    (ax,) = env_figures.throughput(study).axes
+    (ax,) = env_report.throughput(study).axes
     lines = {line.get_label(): line for line in ax.lines}
     assert set(arms) < set(lines) and "H200" in ax.get_title()
     assert len({to_rgb(lines[arm].get_color()) for arm in arms}) == len(arms)
@@ -499,6 +499,7 @@ def test_figures_of_the_study_show_arms_on_a_gpu(tmp_path):
     for memory, bytes_per_second in (("CPU", 3e10), ("CUDA", 4e12)):
         (limit,) = (line for label, line in lines.items() if f"limit of {memory}" in label)
         assert limit.get_ydata()[0] == bytes_per_second / 95
-    paths = env_figures.draw(study, tmp_path / "s")
-    assert [path.name for path in paths] == ["s_step_time.png", "s_throughput.png", "s_work.png"]
-    assert min(min(image_size(path)) for path in paths) > 300
+    paths = env_report.draw(study, tmp_path / "s")
+    names = [f"s_{name}.{kind}" for name in ("throughput", "work") for kind in ("png", "svg")]
+    assert [path.name for path in paths] == names
+    assert min(min(image_size(path)) for path in paths[::2]) > 300

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from env_kernel import KernelCartPole
 
-from leanrl import ppo_cartpole_gpu as baseline
-from leanrl import ppo_cartpole_gpu_torchcompile as variant
+from leanrl.ppo_cartpole_gpu import CartPole
 
 BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
 CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length
@@ -93,12 +92,9 @@ def of_stable_baselines3(num_envs: int):
 
 def of_gymnasium(mode: str, num_envs: int):
     """`sync` steps one environment after the other, `async` has a process for each."""
-    return stepping(make_gymnasium(mode, num_envs), random_actions(num_envs), seed=1)
-
-
-def make_gymnasium(mode: str, num_envs: int) -> gym.vector.VectorEnv:
     settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    return gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
+    envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
+    return stepping(envs, random_actions(num_envs), seed=1)
 
 
 def of_envpool(num_envs: int):
@@ -112,7 +108,7 @@ def of_envpool(num_envs: int):
 # Environments as tensors
 
 
-class Tensors(baseline.CartPole):
+class Tensors(CartPole):
     """The scripts' environments, the arithmetic of a step repeated `work` times."""
 
     def __init__(self, num_envs: int, device: torch.device, work: int):
@@ -206,75 +202,3 @@ for title, make, needs in (
     for threads in BLOCKS:
         name, stepper = f"{title}, TPB {threads}", partial(make, threads)
         ARMS.append(Arm(name, stepper, MILLION, needs, works=threads == 64))
-
-
-# The learners of the scripts on each of them
-
-
-class OnGymnasium(gym.vector.VectorEnv):
-    """Gymnasium's SyncVectorEnv with the tensors and the dense infos of the scripts' CartPole."""
-
-    def __init__(self, num_envs: int, device: torch.device):
-        self.num_envs, self.device = num_envs, torch.device(device)
-        self.envs = make_gymnasium("sync", num_envs)
-        for name in ("observation_space", "action_space"):
-            setattr(self, name, getattr(self.envs, name))
-            setattr(self, f"single_{name}", getattr(self.envs, f"single_{name}"))
-        self.state = torch.zeros(num_envs, 4, device=device)
-        self.lengths = np.zeros(num_envs, np.int32)
-        # an operator, because compiled code cannot look into it
-        self.operator = torch.library.custom_op("leanrl::gymnasium_step", mutates_args=())(self.run)
-        shapes = [(num_envs, 4)] * 2 + [num_envs] * 4
-        types = [torch.float32] * 3 + [torch.bool] * 2 + [torch.int32]
-        self.operator.register_fake(
-            lambda actions: [
-                actions.new_empty(shape, dtype=dtype)
-                for shape, dtype in zip(shapes, types, strict=True)
-            ]
-        )
-
-    def run(self, actions: torch.Tensor) -> list[torch.Tensor]:
-        """Observations, those before a reset, rewards, terminated, truncated, lengths."""
-        obs, rewards, terminated, truncated, infos = self.envs.step(actions.cpu().numpy())
-        self.lengths += 1
-        ended, final = terminated | truncated, obs.copy()
-        if ended.any():
-            final[ended] = np.stack(infos["final_obs"][ended])
-        arrays = obs, final, rewards.astype(np.float32), terminated, truncated, self.lengths
-        tensors = [torch.tensor(array, device=self.device) for array in arrays]
-        self.lengths[ended] = 0
-        return tensors
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        obs, _ = self.envs.reset(seed=seed)
-        self.state.copy_(torch.from_numpy(obs))
-        self.lengths[:] = 0
-        return self.state.clone(), {}
-
-    def step(self, actions: torch.Tensor, noise: torch.Tensor | None = None) -> tuple:
-        """As with tensors, but `noise` is for those alone."""
-        obs, final, rewards, terminated, truncated, lengths = self.operator(actions)
-        self.state.copy_(obs)
-        ended = terminated | truncated
-        infos = {"final_obs": final, "_final_obs": ended, "_episode": ended}
-        infos["episode"] = {"r": lengths.float(), "l": lengths}
-        return obs, rewards, terminated, truncated, infos
-
-    def close(self, **kwargs) -> None:
-        self.envs.close()
-
-
-# back end -> its script, the environments in the place of the script's, and its flags
-FASTEST = {"compile": True, "cudagraphs": True}
-LEARNERS = {
-    "Gymnasium sync": (variant, OnGymnasium, {"compile": True}),
-    "tensors": (baseline, baseline.CartPole, {}),
-    "tensors compiled": (variant, variant.CartPole, FASTEST),
-    "kernel": (variant, KernelCartPole, FASTEST),
-}
-
-
-def learner(back_end: str):
-    """The module to train with, its environments replaced where need be, and its flags."""
-    module, module.CartPole, flags = LEARNERS[back_end]
-    return module, flags

@@ -122,17 +122,6 @@ def compile_for_cpu(source: str) -> Callable:
     return launch
 
 
-@torch.library.custom_op("leanrl::cartpole_step", mutates_args={"changed"})
-def cartpole_step(
-    threads: int, work: int, read: list[torch.Tensor], changed: list[torch.Tensor]
-) -> None:
-    """The kernel for compiled code, which would otherwise have to look into it."""
-    build_kernel(read[0].device.type, work)(threads, [*read, *changed])
-
-
-cartpole_step.register_fake(lambda *arguments: None)
-
-
 class KernelCartPole(CartPole):
     """The scripts' environments, stepped by the kernel, which draws the starts of episodes itself.
 
@@ -170,10 +159,7 @@ class KernelCartPole(CartPole):
         read = [self.seed, actions]
         changed = [self.state, self.lengths, self.episodes, obs, final, rewards, returns, lengths]
         changed += [terminated, truncated, ended]
-        if torch.compiler.is_compiling():
-            cartpole_step(self.threads_per_block, self.work, read, changed)
-        else:  # without what PyTorch spends on an operator
-            self.launch(self.threads_per_block, [*read, *changed])
+        self.launch(self.threads_per_block, [*read, *changed])
         infos = {"final_obs": final, "_final_obs": ended, "_episode": ended}
         infos["episode"] = {"r": returns, "l": lengths}
         return obs, rewards, terminated, truncated, infos
