@@ -3,15 +3,11 @@
     python plots/breakdown.py runs/                 every traced run (--stopwatch trace) in runs/
     python plots/breakdown.py runs/A runs/B --out plots/results/breakdown_cpu
 
-Written, for the rows that were traced, to --out: NAME.md and NAME.json with the numbers, and as PNG
-and SVG
-
-    NAME_stages       per script and row: microseconds per environment step of simulation,
-                      inference, backpropagation and the rest, by resource (colour) and layer
-                      (hatch); above them the total on a log axis, below them the transitions per
-                      iteration (figure 4 of RL-Scope, our rows in place of frameworks)
-    NAME_algorithms   the same in percent over the algorithms, on one simulator (figure 5)
-    NAME_simulators   the same in percent over the simulators, with one algorithm (figure 7)
+Written to --out: NAME.md and NAME.json with the numbers, and NAME_stages as PNG and SVG: per script
+and row the microseconds per environment step of simulation, inference, backpropagation and the
+rest, by resource (colour) and layer (hatch); above them the total on a log axis, below them the
+transitions per iteration (figure 4 of RL-Scope, our rows in place of frameworks). Of several traced
+runs of a row the newest counts.
 
 An iteration is one environment step of the agent: of all its environments side by side. Scripts
 that act, simulate and store in one captured function have one stage for it, the simulation. Seconds
@@ -22,16 +18,14 @@ Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys 2021.
 
 import argparse
 import signal
-import statistics
 import sys
-from collections import Counter
 from pathlib import Path
 
 import curves
 import matplotlib.pyplot as plt
 import run_dirs
 from matplotlib.patches import Patch
-from run_dirs import FREE_ARGS, ROOT, ROWS, Run, label, per_step, read_runs, short, shown
+from run_dirs import ROOT, ROWS, Run, label, per_step, read_runs, short, shown
 from traces import CPU_LAYERS
 
 EDGES = {"edgecolor": "black", "linewidth": 0.5}
@@ -44,7 +38,6 @@ TRANSITIONS = {  # what crosses which border, in words
     "to_backend": ("Python to backend", "#D55E00"),
     "to_cuda": ("backend to CUDA", "#CC79A7"),
 }
-OFF_POLICY = ("sac", "td3")
 
 
 def reduce(run: Run) -> dict:
@@ -66,7 +59,6 @@ def reduce(run: Run) -> dict:
     if trace["gpu_busy"] is None:
         calls["to_cuda"] = None
     total = sum(sum(stage.values()) for stage in cells.values())
-    acts = sum(cells["inference"].values())
     gpu_alone = sum(stage.get("cuda_wait_s GPU", 0) for stage in cells.values())
     return {
         "script": run.script,
@@ -80,65 +72,36 @@ def reduce(run: Run) -> dict:
         "transitions_per_iteration": calls,
         "cpu_share": 1 - gpu_alone / total if trace["gpu_busy"] is not None else None,
         "gpu_busy": trace["gpu_busy"],
-        # None where acting and simulation are one function
-        "simulation_share": sum(cells["simulation"].values()) / total if acts else None,
     }
 
 
-def mean(rows: list[dict]) -> dict:
-    """The mean of what `reduce` makes of runs of one row."""
+def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
+    """The newest traced run of each script, environment and row, and what `reduce` makes of it.
 
-    def of(values: list):
-        if isinstance(values[0], dict):
-            keys = dict.fromkeys(key for value in values for key in value)
-            return {key: of([value.get(key, 0) for value in values]) for key in keys}
-        return None if values[0] is None else statistics.fmean(values)
-
-    words = {name: rows[0][name] for name in ("script", "row", "env_id")}
-    runs = [row["run"] for row in rows]
-    numbers = [name for name in rows[0] if name not in (*words, "run")]
-    return words | {"runs": runs} | {name: of([row[name] for row in rows]) for name in numbers}
-
-
-def comparable(runs: list[Run]) -> list[Run]:
-    """Those of the traced runs that can be averaged: the others are named.
-
-    All on the machine of the newest; in each row all with the settings of the row's newest.
+    `runs` are in the order in which they were made. All are of the newest one's machine: others,
+    and those that are damaged, are named.
     """
-
-    def settings(run: Run) -> dict:
-        return {k: v for k, v in run.config["args"].items() if k not in FREE_ARGS}
-
-    traced, kept, newest = [], [], {}
-    for run in runs:
+    found: dict = {}
+    for run in reversed(runs):
+        key = run.script, run.env_id, list(ROWS).index(run.row)
+        if key in found:
+            continue
         try:
-            if run.trace and reduce(run):
-                traced.append(run)
-                newest[run.script, run.env_id, run.row] = run
+            row = reduce(run) if run.trace else None
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             reason = error if isinstance(error, ValueError) else "has a report that lacks something"
             print(f"skipped: {shown(run.path)} {reason}", file=sys.stderr)
-    for run in traced:
-        if run_dirs.differences(run.config, traced[-1].config):
+            continue
+        newest = next(iter(found.values()), (run,))[0]
+        if row and run_dirs.differences(run.config, newest.config):
             print(f"skipped: {shown(run.path)} is of another machine", file=sys.stderr)
-        elif settings(run) != settings(newest[run.script, run.env_id, run.row]):
-            print(f"skipped: {shown(run.path)} has other settings than the newest", file=sys.stderr)
-        else:
-            kept.append(run)
-    return kept
-
-
-def reduce_all(runs: list[Run]) -> list[dict]:
-    """Runs that are `comparable`, reduced: the mean of each script, environment and row."""
-    found: dict = {}
-    for run in runs:
-        found.setdefault((run.script, run.env_id, run.row), []).append(reduce(run))
-    rows = [mean(mine) for mine in found.values()]
-    return sorted(rows, key=lambda r: (r["script"], r["env_id"], list(ROWS).index(r["row"])))
+        elif row:
+            found[key] = run, row
+    return [found[key] for key in sorted(found)]
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    """The numbers as a table; RL-Scope's headline shares are its last columns."""
+    """The numbers as a table."""
     table = [["script", "environment", "row", "us/step", *STAGES, "to simulator", "to backend"]]
     table[0] += ["to CUDA", "CPU %", "GPU busy %"]
     for row in rows:
@@ -154,50 +117,19 @@ def cells(rows: list[dict]) -> list[list[str]]:
     return table
 
 
-def headlines(rows: list[dict]) -> list[str]:
-    """RL-Scope's findings, asked of these runs."""
-
-    def span(shares: list[float]) -> str:
-        low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
-        return f"{low}%" if low == high else f"{low}% to {high}%"
-
-    shares = [row["cpu_share"] for row in rows if row["cpu_share"] is not None]
-    said = span(shares) if shares else "not measured, there was no GPU to share with"
-    lines = [f"share of time with the CPU at work (RL-Scope: about 90%): {said}"]
-    simulating: dict = {}
-    for row in sorted(rows, key=lambda row: not row["script"].startswith(OFF_POLICY)):
-        what = "off-policy, " if row["script"].startswith(OFF_POLICY) else "on-policy, "
-        what += "baselines" if row["row"] == "baseline" else "variants, compiled or captured"
-        if row["simulation_share"] is not None and row["row"] != "eager":
-            simulating.setdefault(what, []).append(row["simulation_share"])
-    lines += [f"simulation, {what}: {span(each)} of the time" for what, each in simulating.items()]
-    last = {(row["script"], row["env_id"]): row for row in rows}
-    for row in (row for row in rows if row["row"] == "baseline"):
-        best = last[row["script"], row["env_id"]]
-        for name in ("to_backend", "to_cuda"):
-            one, other = (each["transitions_per_iteration"][name] for each in (row, best))
-            if one and other and one != other:
-                lines.append(
-                    f"{row['script']}, {row['env_id']}, {TRANSITIONS[name][0]} per iteration, "
-                    f"baseline to {best['row']}: {short(one)} to {short(other)}, "
-                    f"{short(one / other)} times fewer"
-                )
-    return lines
-
-
-def bars(ax, rows: list[dict], labels: list[str], percent: bool) -> None:
+def bars(ax, rows: list[dict]) -> None:
     """A group of bars per row, a bar per stage, stacked by layer and resource."""
     width = 0.8 / len(STAGES)
     for i, row in enumerate(rows):
-        scale = (100 / row["seconds_per_step"]) if percent else 1e6
         for j, (stage, name) in enumerate(STAGES.items()):
             x, bottom = i + (j - (len(STAGES) - 1) / 2) * width, 0.0
             for key, seconds in row["cells"][stage].items():
                 layer, resource = key.split(" ", 1)
                 look = {"color": RESOURCES[resource], "hatch": HATCHES[layer]}
-                ax.bar(x, seconds * scale, width * 0.92, bottom=bottom, **look, **EDGES)
-                bottom += seconds * scale
+                ax.bar(x, 1e6 * seconds, width * 0.92, bottom=bottom, **look, **EDGES)
+                bottom += 1e6 * seconds
             ax.text(x, bottom, name, ha="center", va="bottom", fontsize=6.5, color="0.3")
+    labels = [row["row"].replace("+", "\n+ ") for row in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
     ax.set_xlim(-0.6, len(rows) - 0.4)
     ax.grid(False, axis="x")
@@ -231,7 +163,7 @@ def draw_stages(rows: list[dict], runs: list[Run]):
     for pane, ((script, env_id), mine) in zip(panes, blocks.items(), strict=False):
         top, middle, bottom = pane.subplots(3, 1, height_ratios=(1, 2.4, 1.2))
         top.set(title=f"{label(script)}: {env_id}", ylabel="total\n(us per step)")
-        bars(middle, mine, [row["row"].replace("+", "\n+ ") for row in mine], percent=False)
+        bars(middle, mine)
         middle.set_ylabel("us per environment step")
         draw_totals(top, bottom, mine)
         bottom.set_ylabel("transitions\nper iteration")
@@ -264,49 +196,19 @@ def draw_totals(top, bottom, rows: list[dict]) -> None:
         ax.grid(False)
 
 
-def draw_shares(rows: list[dict], runs: list[Run], over: str):
-    """RL-Scope's figures 5 and 7: percent of the time, a panel for the baselines and one after.
-
-    Over algorithms on the simulator that most were traced on, or over simulators with the algorithm
-    that was traced on most.
-    """
-    kept, bar = ("env_id", "algorithm") if over == "algorithms" else ("algorithm", "env_id")
-    rows = [row | {"algorithm": row["script"].partition("_")[0].upper()} for row in rows]
-    pairs = sorted({(row[kept], row[bar]) for row in rows})
-    (most, _), *_ = Counter(one for one, _ in pairs).most_common(1)
-    rows = sorted((row for row in rows if row[kept] == most), key=lambda row: row[bar])
-    last = {(row["script"], row["env_id"]): row for row in rows if row["row"] != "baseline"}
-    panels = {"baseline": [row for row in rows if row["row"] == "baseline"]}
-    panels["variant, with all that ran here"] = list(last.values())
-    panels = {name: mine for name, mine in panels.items() if mine}
-    widest = max(map(len, panels.values()))
-    size = (max(1.9 * widest, 6), 3.3 * len(panels) + 0.6)
-    figure, axes = plt.subplots(len(panels), figsize=size, layout="constrained", squeeze=False)
-    curves.headline(figure, f"Share of the time, {most} over {over}", runs)
-    for ax, (name, mine) in zip(axes[:, 0], panels.items(), strict=True):
-        bars(ax, mine, [row[bar] for row in mine], percent=True)
-        ax.set(title=name, ylabel="% of the time", ylim=(0, 108), xlim=(-0.6, widest - 0.4))
-    key(figure, rows)
-    return figure
-
-
 def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
     """Tables and figures of the traced ones among `runs`; the files."""
-    chosen = comparable(runs)
-    if not chosen:
+    found = reduce_all(runs)
+    if not found:
         print("no breakdown: no run was traced (--stopwatch trace)", file=sys.stderr)
         return []
-    rows = reduce_all(chosen)
+    chosen, rows = [run for run, _ in found], [row for _, row in found]
     machine = run_dirs.machine([run.config for run in chosen])
     above = ["Where the time goes, from traced runs", *run_dirs.describe(machine)]
-    below = headlines(rows)
-    record = {"schema": 1, "machine": machine, "rows": rows, "headlines": below}
+    record = {"schema": 1, "machine": machine, "rows": rows}
     record["commands"] = [run.config["command"] for run in chosen]
-    run_dirs.write_report(out / name, above, cells(rows), below, record, labels=3)
-    files = curves.save(draw_stages(rows, chosen), out / f"{name}_stages")
-    for over in ("algorithms", "simulators"):
-        files += curves.save(draw_shares(rows, chosen, over), out / f"{name}_{over}")
-    return files
+    run_dirs.write_report(out / name, above, cells(rows), [], record, labels=3)
+    return curves.save(draw_stages(rows, chosen), out / f"{name}_stages")
 
 
 def main(arguments: list[str] | None = None) -> int:
