@@ -1,13 +1,13 @@
-"""What each trick buys: a script against itself with one trick taken away, side by side.
+"""What each trick buys: a variant against itself with one trick taken away, side by side.
 
     python plots/measure/ablation.py --algorithm ppo            minutes; files in plots/out/
     python plots/measure/ablation.py --algorithm td3 --rounds 3
-    python plots/measure/ablation.py --algorithm sac --row baseline   what plain eager code gains by
+    python plots/measure/ablation.py --algorithm ppo --row eager      what plain code gains by
 
-HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too), the variant eager or the
-baseline. In rounds: the whole script, then without one trick after the other, with what one would
-do otherwise in its place, each in a process of its own; round n with seed n. Where torch.compile
-cannot follow what takes the place of a trick, it compiles what is around that.
+HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too), or eager. In rounds: the
+whole script, then without one trick after the other, with what one would do otherwise in its place,
+each in a process of its own; round n with seed n. Where torch.compile cannot follow what takes the
+place of a trick, it compiles what is around that.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of whole        median over the rounds of steps/s divided by the whole script's in that round
@@ -277,42 +277,6 @@ def patch_threads(module) -> None:
     module.torch.set_num_threads = lambda threads: None
 
 
-# Baselines
-
-
-def patch_adam(module) -> None:
-    """The optimizer's default: a few operators on lists of tensors."""
-    fused = module.Adam
-    module.Adam = lambda parameters, **settings: fused(parameters, **settings | {"fused": False})
-
-
-def patch_inputs(module) -> None:
-    """Backward through the policy's loss computes the critics' gradients too."""
-
-    def gradient_step(loss, optimizer) -> None:
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    module.gradient_step = gradient_step
-
-
-def patch_temperature(module) -> None:
-    """The temperature's loss looks at the policy again."""
-    alpha_loss, update_actor = module.alpha_loss, module.SAC.update_actor
-
-    def update(self, obs, noise):
-        def loss_of_its_own(log_alpha, log_probs, target_entropy):
-            with torch.no_grad():
-                _, log_probs = self.actor.sample(obs, noise)
-            return alpha_loss(log_alpha, log_probs, target_entropy)
-
-        module.alpha_loss = loss_of_its_own
-        return update_actor(self, obs, noise)
-
-    module.SAC.update_actor = update
-
-
 OFF_POLICY = {
     "critics stacked by vmap": patch_stacking,
     "replay in one tensor, one gather": patch_replay,
@@ -347,10 +311,6 @@ def of_eager(tricks: dict) -> dict:
     return {name: patch for name, patch in tricks.items() if name not in OF_COMPILER}
 
 
-BASELINE = {
-    "fused Adam": patch_adam,
-    "no gradients of the critics in the policy's": patch_inputs,
-}
 TRICKS = {  # (algorithm, row of the speed-up table)
     ("sac", "compile"): OFF_POLICY,
     ("td3", "compile"): OFF_POLICY,
@@ -358,16 +318,12 @@ TRICKS = {  # (algorithm, row of the speed-up table)
     ("sac", "eager"): of_eager(OFF_POLICY),
     ("td3", "eager"): of_eager(OFF_POLICY),
     ("ppo", "eager"): of_eager(ON_POLICY),
-    ("sac", "baseline"): BASELINE | {"temperature by the policy's sample": patch_temperature},
-    ("td3", "baseline"): BASELINE,
-    ("ppo", "baseline"): {"fused Adam": patch_adam},
 }
 
 
 def work(algorithm: str, row: str, trick: str, seed: int, steps: int) -> None:
     """The worker: trains once, without `trick`."""
-    suffix = "" if row == "baseline" else run_dirs.VARIANT
-    module = importlib.import_module(f"leanrl.{algorithm}_continuous_action{suffix}")
+    module = importlib.import_module(f"leanrl.{algorithm}_continuous_action{run_dirs.VARIANT}")
     if trick != WHOLE:
         TRICKS[algorithm, row][trick](module)
     settings = SETTINGS[algorithm] | {"total_timesteps": steps, "seed": seed}
@@ -401,7 +357,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = rounds.make_parser(__doc__)
     parser.add_argument("--algorithm", choices=SETTINGS, default="ppo")
-    parser.add_argument("--row", choices=("compile", "eager", "baseline"), default="compile")
+    parser.add_argument("--row", choices=("compile", "eager"), default="compile")
     parser.add_argument("--worker", help="internal: one run, without this trick")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
