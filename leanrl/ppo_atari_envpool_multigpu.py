@@ -655,9 +655,9 @@ def main(args: Args) -> Path:
                     metrics.append(agent.learn(batch, orders[rank], shares[rank]))
                     if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
                         break
-                explained = 1 - (advantages.var() / returns.var()).item()
-                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
-                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
+                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
+                explained = 1 - advantages.var() / returns.var()
+                *losses, explained = torch.stack([*losses, explained]).tolist()  # waits once
 
             # 3. Log, on rank 0 alone. Rewards that are not finite make losses that are not.
             with watch.stage("logging"):

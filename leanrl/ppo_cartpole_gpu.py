@@ -566,10 +566,11 @@ def main(args: Args) -> Path:
                     metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
                     if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
                         break
-                explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
-                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
-                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
-                episodic_return = rollout.episode_returns[rollout.ended].mean().item()  # or nan
+                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
+                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
+                mean_return = rollout.episode_returns.where(rollout.ended, math.nan).nanmean()
+                numbers = torch.stack([*losses, explained, mean_return])  # nan if none ended
+                *losses, explained, episodic_return = numbers.tolist()  # the CPU waits once
 
             # 3. Log. An observation that is not finite makes losses that are not.
             with watch.stage("logging"):

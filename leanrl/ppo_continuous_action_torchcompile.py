@@ -2,9 +2,8 @@
 
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs
 
-The algorithm is that of its twin, ppo_continuous_action.py, which says where it comes from and
-what the shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest
-is the same to the letter. The first rollouts pay for compilation: seconds, reported as warm-up.
+The algorithm is that of its twin, ppo_continuous_action.py, which says more; hunks that differ
+start with `# speed:`, the rest is the same to the letter. The first rollouts pay for compilation.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
@@ -497,10 +496,12 @@ class PPO(nn.Module):
         parts = flat.split([shape.numel() for shape in self.shapes.values()])
         return {n: x.view(self.shapes[n]) for n, x in zip(self.shapes, parts, strict=True)}
 
-    def publish(self) -> None:
-        """Brings the parameters, in one copy, to where acting reads them in NumPy."""
-        log_std, *layers = (x.numpy().T for x in self.views(self.flat.cpu()).values())
+    def publish(self, *more: Tensor) -> list[float]:
+        """Brings the parameters to where acting reads them in NumPy -> `more`, by the same copy."""
+        copy = torch.cat([self.flat, *more]).cpu()
+        log_std, *layers = (x.numpy().T for x in self.views(copy[: len(self.flat)]).values())
         self.std, self.critic_layers, self.actor_layers = np.exp(log_std), layers[:6], layers[6:]
+        return copy[len(self.flat) :].tolist()
 
     def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """obs (N, O), normal noise (N, A) -> actions (N, A)."""
@@ -619,12 +620,11 @@ def main(args: Args) -> Path:
 
     # speed: all compilation and capture is set up here; the loop below does not know of it. Each
     # function compiles when it is first called, and a graph is captured on its third call
-    prepare = partial(agent.prepare, rollout)
     if args.compile:
         torch.set_num_threads(1)  # layers of 64 are too small to share
         compile_agent(agent)
     if args.cudagraphs and device.type == "cuda":
-        prepare = CudaGraphModule(prepare, warmup=3)
+        agent.prepare = CudaGraphModule(agent.prepare, warmup=3)
         agent.learn = CudaGraphModule(agent.learn, warmup=3)
 
     if checkpoint:
@@ -636,6 +636,8 @@ def main(args: Args) -> Path:
         torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
         print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
     obs, _ = envs.reset(seed=args.seed + start_step)
+    # speed: acting has copies
+    agent.publish()
 
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
@@ -667,10 +669,8 @@ def main(args: Args) -> Path:
             agent.optimizer.lr.fill_(learning_rate)
 
             # 1. Roll out: T steps with the policy as it is.
-            noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
-            # speed: one copy per rollout in each direction
-            noise = noise.cpu().numpy()
-            agent.publish()
+            # speed: drawn where it is used
+            noise = torch.randn(args.num_steps, args.num_envs, action_dim).numpy()
             for t in range(args.num_steps):
                 with watch.stage("inference"):
                     # speed: without PyTorch
@@ -705,15 +705,15 @@ def main(args: Args) -> Path:
                 # speed: one copy, for which the CPU does not wait: reading the losses waits for it
                 rollout.obs[-1] = obs  # what follows the last step
                 torch._foreach_copy_(rollout.tensors, rollout.host, non_blocking=True)
-                batch = prepare()
-                metrics = []
+                batch, metrics = agent.prepare(rollout), []
                 for _ in range(args.update_epochs):
                     metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
                     if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
                         break
-                explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
-                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
-                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
+                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
+                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
+                # speed: with the weights in one copy
+                *losses, explained = agent.publish(torch.stack([*losses, explained]))
 
             # 3. Log.
             with watch.stage("logging"):

@@ -253,9 +253,9 @@ def patch_vector(module) -> None:
         self.optimizer = module.Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
-    def publish_list(self) -> None:
+    def publish_list(self, *more) -> list[float]:
         self.flat = torch.nn.utils.parameters_to_vector(self.parameters()).detach()
-        publish(self)
+        return publish(self, *more)
 
     def update(self, batch, index):
         minibatch = module.Batch(*(column[index] for column in batch))
