@@ -161,18 +161,18 @@ def learning() -> str:
 
 def environments() -> str:
     """Steps/s of environments alone."""
-    from env_report import STEP_BYTES, describe_turning, distinct, medians, turning_point
+    from env_report import STEP_BYTES, arms, describe_turning, medians, turning_point
     from env_report import short as with_unit
 
     found = record("env_scaling_cpu")
-    part, shown = found["steps"], (1, 64, 4096, 65_536, 1_048_576)
+    rows, shown = found["rows"], (1, 64, 4096, 65_536, 1_048_576)
     table = [["environments", *(f"{n:,}" for n in shown), "turning point"]]
-    for arm in distinct(part["rows"], "arm"):
-        seconds = medians(part["rows"], arm=arm)
+    for arm in arms(rows):
+        seconds = medians(rows, arm)
         line = [arm, *(with_unit(n / seconds[n]) if n in seconds else "-" for n in shown)]
         fit = turning_point(list(seconds), list(seconds.values())) if len(seconds) > 2 else None
         table.append([*line, describe_turning(fit, list(seconds)) if fit else "-"])
-    most = found["limits"]["devices"]["cpu"]["bytes_per_second"] / STEP_BYTES
+    most = found["bytes_per_second"]["cpu"] / STEP_BYTES
     said = f"Memory allows {with_unit(most)} steps/s; processes end at 32."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 

@@ -120,7 +120,7 @@ def test_the_kernel_on_the_gpu_is_the_one_on_the_cpu(threads):
 def test_a_missing_compiler_is_one_line(compiler, monkeypatch):
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(ValueError, match="no kernel for cpu: .*") as error:
-        env_kernel.build_kernel.__wrapped__("cpu", 1)
+        env_kernel.build_kernel.__wrapped__("cpu")
     assert compiler.split()[0] in str(error.value) and "\n" not in str(error.value)
 
 
@@ -134,7 +134,7 @@ def test_a_gpu_without_a_kernel_compiler_is_one_line(torch_is_old, monkeypatch):
         monkeypatch.delattr(torch.cuda, "_compile_kernel")
     said = "_compile_kernel" if torch_is_old else "cannot open shared object"
     with pytest.raises(ValueError, match=f"no kernel for cuda: .*{said}"):
-        env_kernel.build_kernel.__wrapped__("cuda", 1)
+        env_kernel.build_kernel.__wrapped__("cuda")
 
 
 def test_the_gpus_compiler_needs_no_cuda_toolkit(monkeypatch):
@@ -148,5 +148,5 @@ def test_the_gpus_compiler_needs_no_cuda_toolkit(monkeypatch):
         compiled.append(cpp_extension.include_paths("cuda"))
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
-    env_kernel.build_kernel.__wrapped__("cuda", 1)
+    env_kernel.build_kernel.__wrapped__("cuda")
     assert len(compiled) == 1

@@ -48,17 +48,13 @@ def test_an_arm_that_cannot_run_says_why():
     assert "no_such_package" in arm.missing() and "requirements/study.txt" in arm.missing()
 
 
-def euler(states, actions, work):
-    """Gymnasium's CartPole with so many steps of a `work`-th of the time."""
-    env = gym.make("CartPole-v1").unwrapped
-    env.tau /= work
-    expected = []
+def gymnasiums(states, actions):
+    """What a step of Gymnasium's CartPole makes of each state."""
+    env, expected = gym.make("CartPole-v1").unwrapped, []
     for state, action in zip(states, actions, strict=True):
         env.reset(seed=0)
         env.state = state.astype(np.float64)
-        for _ in range(work):
-            env.steps_beyond_terminated = None
-            env.step(int(action))
+        env.step(int(action))
         expected.append(env.state)
     return np.array(expected)
 
@@ -69,23 +65,6 @@ def some_states(count):
     return states.astype(np.float32), generator.integers(0, 2, count)
 
 
-@pytest.mark.parametrize("form", ["tensors", "kernel"])
-@pytest.mark.parametrize("work", [1, 7])
-def test_repeated_work_is_a_finer_integration(form, work):
-    """And not something that a compiler may leave out."""
-    states, actions = some_states(50)
-    if form == "kernel":
-        envs = env_arms.KernelCartPole(50, CPU, work=work)
-    else:
-        envs = env_arms.Tensors(50, CPU, work)
-    envs.reset(seed=1)
-    envs.state.copy_(torch.from_numpy(states))
-    infos = envs.step(torch.from_numpy(actions))[-1]
-    expected = euler(states, actions, work)
-    np.testing.assert_allclose(infos["final_obs"], expected, atol=1e-6, rtol=1e-6)
-    assert work == 1 or np.abs(expected - euler(states, actions, 1)).max() > 1e-4
-
-
 def test_numbas_kernel_is_gymnasiums():
     """In Numba's simulator, which needs a process of its own."""
     code = f"""
@@ -93,23 +72,22 @@ import sys
 sys.path[:0] = [{str(ROOT / "plots/measure")!r}, {str(ROOT / "tests")!r}]
 import numpy as np
 from env_numba import NumbaCartPole, cuda
-from test_env_scaling import euler, some_states
+from test_env_scaling import gymnasiums, some_states
 states, actions = some_states(40)
 states[0, 0], states[1, 2] = 2.45, 0.25  # off the track, fallen
-for work in (1, 3):
-    envs = NumbaCartPole(40, 16, work)
-    envs.state.copy_to_device(states)
-    lengths = np.zeros(40, np.int32)
-    lengths[2] = 499
-    envs.lengths.copy_to_device(lengths)
-    envs.step(cuda.to_device(actions))
-    obs = envs.obs.copy_to_host()
-    np.testing.assert_allclose(obs, euler(states, actions, work), atol=1e-6, rtol=1e-6)
-    after, terminated = envs.state.copy_to_host(), envs.terminated.copy_to_host()
-    assert terminated.tolist() == [i < 2 for i in range(40)]
-    assert envs.truncated.copy_to_host().tolist() == [i == 2 for i in range(40)]
-    assert (np.abs(after[:3]) <= 0.05).all() and (after[3:] == obs[3:]).all()
-    assert envs.lengths.copy_to_host().tolist() == [0] * 3 + [1] * 37
+envs = NumbaCartPole(40, 16)
+envs.state.copy_to_device(states)
+lengths = np.zeros(40, np.int32)
+lengths[2] = 499
+envs.lengths.copy_to_device(lengths)
+envs.step(cuda.to_device(actions))
+obs = envs.obs.copy_to_host()
+np.testing.assert_allclose(obs, gymnasiums(states, actions), atol=1e-6, rtol=1e-6)
+after, terminated = envs.state.copy_to_host(), envs.terminated.copy_to_host()
+assert terminated.tolist() == [i < 2 for i in range(40)]
+assert envs.truncated.copy_to_host().tolist() == [i == 2 for i in range(40)]
+assert (np.abs(after[:3]) <= 0.05).all() and (after[3:] == obs[3:]).all()
+assert envs.lengths.copy_to_host().tolist() == [0] * 3 + [1] * 37
 print("done")
 """
     pytest.importorskip("numba.cuda")
@@ -167,56 +145,37 @@ def test_the_bytes_per_step():
 
 
 def test_a_quick_study_from_end_to_end(tmp_path, monkeypatch, capsys):
-    """Two parts, then figures from the record alone; of the arms two that run here and one."""
-    pytest.importorskip("matplotlib")
+    """Of the arms two that run here, one for a GPU and one whose kernel does not compile."""
     names = ["kernel, CPU threads", "tensors, CPU", "kernel, TPB 64"]
     arms = [arm for arm in env_arms.ARMS if arm.name in names]
-    monkeypatch.setattr(env_scaling, "ARMS", arms)
-    call, parts = ["--quick", "--out", f"{tmp_path}/study"], ["limits", "steps"]
-    assert env_scaling.main([*parts, *call]) == 0
-    said = capsys.readouterr().out
-    record = json.loads((tmp_path / "study.json").read_text())
-    assert list(record) == parts and record["limits"]["devices"]["cpu"]["bytes_per_second"] > 1e8
-    rows = record["steps"]["rows"]
-    assert {row["num_envs"] for row in rows if row["arm"] == names[0]} == {1, 64, 4096}
-    assert all(len(row["seconds"]) == env_scaling.SAMPLES for row in rows)
-    if not torch.cuda.is_available():
-        assert "skipped: kernel, TPB 64: no CUDA device" in said
-    report = (tmp_path / "study.md").read_text()
-    assert "turning" in report and names[0] in report and str(ROOT) not in report
-    assert env_scaling.main(["figures", *call]) == 0
-    assert [path.name for path in tmp_path.glob("*.png")] == ["study_throughput.png"]
 
-
-def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch, capsys):
-    def fail(num_envs, work):
+    def fail(num_envs):
         raise ValueError("no kernel for cpu: no compiler")
 
-    monkeypatch.setattr(env_scaling, "ARMS", [env_arms.Arm("kernel", fail, 1, works=True)])
-    part = env_scaling.measure_work(env_scaling.parse(["--quick"]))
-    assert [row["failed"] for row in part["rows"]] == ["no kernel for cpu: no compiler"] * 4
-    (heading, *lines) = env_report.work_cells(part)
-    assert heading[2:] == ["us at 1x", "us at 10x", "last / first"] and lines[0][2:] == ["-"] * 3
+    monkeypatch.setattr(env_scaling, "ARMS", [*arms, env_arms.Arm("broken", fail, 64)])
+    assert env_scaling.main(["--quick", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    record = json.loads((tmp_path / "env_scaling.json").read_text())
+    assert record["bytes_per_second"]["cpu"] > 1e8
+    rows = record["rows"]
+    assert {row["num_envs"] for row in rows if row["arm"] == names[0]} == {1, 64, 4096}
+    counts = {len(row["seconds"]) for row in rows if row["arm"] != "broken"}
+    assert counts == {env_scaling.SAMPLES}
+    assert [row["failed"] for row in rows[-2:]] == ["no kernel for cpu: no compiler"] * 2
+    if not torch.cuda.is_available():
+        assert "skipped: kernel, TPB 64: no CUDA device" in said
+    report = (tmp_path / "env_scaling.md").read_text()
+    assert "turning" in report and names[0] in report and str(ROOT) not in report
+    (figure,) = tmp_path.glob("*.png")
+    assert figure.name == "env_scaling_throughput.png"
+    call = [sys.executable, "plots/env_report.py", tmp_path / "env_scaling.json"]
+    figure.unlink()
+    subprocess.run(call, cwd=ROOT, check=True, capture_output=True)
+    assert figure.exists() and (tmp_path / "env_scaling.md").read_text() == report
 
 
-def test_tables_say_what_the_record_says():
+def test_the_table_says_what_the_record_says():
     rows = [{"arm": "A", "num_envs": n, "seconds": [1e-3, 2e-3 + 1e-6 * n, 1.0]} for n in (1, 64)]
-    work = [{"arm": "A", "num_envs": 8, "work": w, "seconds": [1e-3 * w]} for w in (1, 10)]
-    record = {
-        "limits": {"devices": {"cpu": {"bytes_per_second": 1e9}}},
-        "steps": {"rows": rows, "skipped": {"B": "no CUDA device"}},
-        "work": {"rows": work},
-    }
-    (_, limits), (_, steps), (_, repeated) = env_report.tables(record)
-    assert limits[1] == ["cpu", "1 G"]
-    assert steps[1] == ["A", "500", "31 k", "-", "-", "-"]  # two points are no fit
-    assert steps[2] == ["B", "skipped: no CUDA device", "", "", "", ""]
-    assert repeated[1] == ["A", "8", "1,000.0", "10,000.0", "10x"]
-
-
-def test_bad_input_is_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        env_scaling.main(["nothing"])
-    assert "error: no part 'nothing'" in capsys.readouterr().err.splitlines()[-1]
-    assert env_scaling.main(["figures", "--out", f"{tmp_path}/empty"]) == 1
-    assert "FAILED: no record" in capsys.readouterr().err
+    cells = env_report.cells({"rows": rows, "skipped": {"B": "no CUDA device"}})
+    assert cells[1] == ["A", "500", "31 k", "-", "-", "-"]  # two points are no fit
+    assert cells[2] == ["B", "skipped: no CUDA device", "", "", "", ""]

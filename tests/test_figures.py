@@ -480,17 +480,16 @@ def test_figures_of_the_study_show_arms_on_a_gpu(tmp_path):
         f"{name}, {where}" for name in ("tensors", "tensors compiled") for where in ("CPU", "GPU")
     ]
     arms += ["kernel, CPU threads", "SB3 SubprocVecEnv", "Gymnasium sync", "EnvPool"]
-    here = {"machine": {"cpu": {"model": "Abacus", "cores": 2}, "gpu": "H200"}}
     rows = [
         {"arm": arm, "num_envs": n, "seconds": [1e-5 * (1 + i) + 1e-9 * n]}
         for i, arm in enumerate(arms)
         for n in (1, 1000, 1_000_000)
     ]
     rows.append({"arm": arms[0], "num_envs": 10**7, "failed": "out of memory"})
-    again = [row | {"work": 1} for row in rows] + [row | {"work": 10} for row in rows]
-    devices = {"cpu": {"bytes_per_second": 3e10}, "cuda": {"bytes_per_second": 4e12}}
-    study = {"steps": here | {"rows": rows}, "work": here | {"rows": again}}
-    study["limits"] = {"devices": devices}
+    here = run_dirs.machine([config(gpu="H200") | machine() | {"gpu": "H200"}])
+    here["cpu"]["threads"] = 2
+    study = {"command": "python env_scaling.py", "machine": here, "rows": rows, "skipped": {}}
+    study["bytes_per_second"] = {"cpu": 3e10, "cuda": 4e12}
     (ax,) = env_report.throughput(study).axes
     lines = {line.get_label(): line for line in ax.lines}
     assert set(arms) < set(lines) and "H200" in ax.get_title()
@@ -499,7 +498,8 @@ def test_figures_of_the_study_show_arms_on_a_gpu(tmp_path):
     for memory, bytes_per_second in (("CPU", 3e10), ("CUDA", 4e12)):
         (limit,) = (line for label, line in lines.items() if f"limit of {memory}" in label)
         assert limit.get_ydata()[0] == bytes_per_second / 95
-    paths = env_report.draw(study, tmp_path / "s")
-    names = [f"s_{name}.{kind}" for name in ("throughput", "work") for kind in ("png", "svg")]
-    assert [path.name for path in paths] == names
-    assert min(min(image_size(path)) for path in paths[::2]) > 300
+    diamonds = [line for line in ax.lines if line.get_marker() == "D" and len(line.get_xdata())]
+    assert len(diamonds) == len(arms), "a turning point each"
+    env_report.write(study, tmp_path / "s")
+    assert min(image_size(tmp_path / "s_throughput.png")) > 300
+    assert "Numba-CUDA, TPB 1024" in (tmp_path / "s.md").read_text()

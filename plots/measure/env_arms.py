@@ -1,9 +1,8 @@
 """The arms of the scaling study: CartPole-v1 in N environments, by everyone who can step them.
 
-`plots/measure/env_scaling.py` measures them. An arm's `make(num_envs, work)` is a context that
-yields a `Stepper`: a function that makes so many steps of all environments with random actions
-drawn beforehand, each arm as its users would call it. `work` repeats the arithmetic of a step: so
-many steps of Euler's method of a `work`-th of the time each, which no compiler can leave out.
+`plots/measure/env_scaling.py` measures them. An arm's `make(num_envs)` is a context that yields a
+`Stepper`: a function that makes so many steps of all environments with random actions drawn
+beforehand, each arm as its users would call it.
 """
 
 import importlib.util
@@ -39,10 +38,9 @@ class Arm:
     """One way to step CartPole."""
 
     name: str
-    make: Callable  # (num_envs), or (num_envs, work) -> context of a Stepper
+    make: Callable  # (num_envs) -> context of a Stepper
     most: int  # environments: more do not fit, or take minutes
     needs: tuple[str, ...] = ()  # packages, and "cuda" for a device
-    works: bool = False  # whether its work can be repeated
 
     def missing(self) -> str | None:
         """Why it cannot run here."""
@@ -108,33 +106,16 @@ def of_envpool(num_envs: int):
 # Environments as tensors
 
 
-class Tensors(CartPole):
-    """The scripts' environments, the arithmetic of a step repeated `work` times."""
-
-    def __init__(self, num_envs: int, device: torch.device, work: int):
-        super().__init__(num_envs, device)
-        self.work, self.tau = work, self.tau / work
-        self.euler = super().dynamics
-
-    def dynamics(self, state: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.work):
-            state = self.euler(state, actions)
-        return state
-
-
 @contextmanager
-def of_tensors(device_type: str, compiled: bool, num_envs: int, work: int = 1) -> Iterator[Stepper]:
-    """Compiled, a step is one call, but repeated work a call for each: 1,000 do not compile."""
+def of_tensors(device_type: str, compiled: bool, num_envs: int) -> Iterator[Stepper]:
+    """The environments of the scripts."""
     device = torch.device(device_type)
-    envs, step = Tensors(num_envs, device, work), None
+    envs = CartPole(num_envs, device)
     envs.reset(seed=1)
+    step, actions = envs.step, random_action_tensors(num_envs, device)
     if compiled:
         torch._dynamo.reset()
-        if work == 1:
-            step = torch.compile(envs.step, fullgraph=True, dynamic=False)
-        else:
-            envs.euler = torch.compile(envs.euler, fullgraph=True, dynamic=False)
-    step, actions = step or envs.step, random_action_tensors(num_envs, device)
+        step = torch.compile(step, fullgraph=True, dynamic=False)
     yield Stepper(lambda: step(next(actions)), 1, waiting(device))
 
 
@@ -157,10 +138,10 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 
 
 @contextmanager
-def of_kernel(device_type: str, threads: int, num_envs: int, work: int = 1) -> Iterator[Stepper]:
+def of_kernel(device_type: str, threads: int, num_envs: int) -> Iterator[Stepper]:
     """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training."""
     device = torch.device(device_type)
-    envs = KernelCartPole(num_envs, device, threads_per_block=threads, work=work)
+    envs = KernelCartPole(num_envs, device, threads_per_block=threads)
     envs.reset(seed=1)
     actions = random_action_tensors(num_envs, device)
     if device.type == "cpu":
@@ -174,11 +155,11 @@ def of_kernel(device_type: str, threads: int, num_envs: int, work: int = 1) -> I
 
 
 @contextmanager
-def of_numba(threads: int, num_envs: int, work: int = 1) -> Iterator[Stepper]:
+def of_numba(threads: int, num_envs: int) -> Iterator[Stepper]:
     """Launched from Python step by step, as the study did."""
     from env_numba import NumbaCartPole, cuda
 
-    envs = NumbaCartPole(num_envs, threads, work)
+    envs = NumbaCartPole(num_envs, threads)
     actions = random_actions(num_envs, cuda.to_device)
     yield Stepper(lambda: envs.step(next(actions)), 1, cuda.synchronize)
 
@@ -189,16 +170,13 @@ ARMS = [
     Arm("Gymnasium sync", partial(of_gymnasium, "sync"), 4**7),
     Arm("Gymnasium async", partial(of_gymnasium, "async"), 32),
     Arm("EnvPool", of_envpool, 4**8, ("envpool",)),
-    Arm("tensors, CPU", partial(of_tensors, "cpu", False), MILLION, works=True),
-    Arm("tensors compiled, CPU", partial(of_tensors, "cpu", True), MILLION, works=True),
-    Arm("kernel, CPU threads", partial(of_kernel, "cpu", 1), MILLION, works=True),
-    Arm("tensors, GPU", partial(of_tensors, "cuda", False), MILLION, ("cuda",), True),
-    Arm("tensors compiled, GPU", partial(of_tensors, "cuda", True), MILLION, ("cuda",), True),
+    Arm("tensors, CPU", partial(of_tensors, "cpu", False), MILLION),
+    Arm("tensors compiled, CPU", partial(of_tensors, "cpu", True), MILLION),
+    Arm("kernel, CPU threads", partial(of_kernel, "cpu", 1), MILLION),
+    Arm("tensors, GPU", partial(of_tensors, "cuda", False), MILLION, ("cuda",)),
+    Arm("tensors compiled, GPU", partial(of_tensors, "cuda", True), MILLION, ("cuda",)),
 ]
-for title, make, needs in (
-    ("kernel", partial(of_kernel, "cuda"), ("cuda",)),
-    ("Numba-CUDA", of_numba, ("cuda", "numba")),
-):
-    for threads in BLOCKS:
-        name, stepper = f"{title}, TPB {threads}", partial(make, threads)
-        ARMS.append(Arm(name, stepper, MILLION, needs, works=threads == 64))
+for threads in BLOCKS:
+    kernel, numba = partial(of_kernel, "cuda", threads), partial(of_numba, threads)
+    ARMS.append(Arm(f"kernel, TPB {threads}", kernel, MILLION, ("cuda",)))
+    ARMS.append(Arm(f"Numba-CUDA, TPB {threads}", numba, MILLION, ("cuda", "numba")))

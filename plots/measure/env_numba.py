@@ -20,25 +20,21 @@ except ImportError:
 
 
 @cuda.jit
-def step(state, lengths, generators, actions, obs, rewards, terminated, truncated, work):
+def step(state, lengths, generators, actions, obs, rewards, terminated, truncated):
     i = cuda.grid(1)
     if i >= state.shape[0]:
         return
     x, x_dot, theta, theta_dot = state[i, 0], state[i, 1], state[i, 2], state[i, 3]
     force = float32(10.0) if actions[i] else float32(-10.0)
-    tau = float32(0.02) / float32(work)
-    for _ in range(work):
-        sine, cosine = math.sin(theta), math.cos(theta)
-        push = (force + float32(0.05) * theta_dot * theta_dot * sine) / float32(1.1)
-        inertia = float32(0.5) * (
-            float32(4.0 / 3.0) - float32(0.1) * cosine * cosine / float32(1.1)
-        )
-        theta_acc = (float32(9.8) * sine - cosine * push) / inertia
-        x_acc = push - float32(0.05) * theta_acc * cosine / float32(1.1)
-        x += tau * x_dot
-        x_dot += tau * x_acc
-        theta += tau * theta_dot
-        theta_dot += tau * theta_acc
+    tau, sine, cosine = float32(0.02), math.sin(theta), math.cos(theta)
+    push = (force + float32(0.05) * theta_dot * theta_dot * sine) / float32(1.1)
+    inertia = float32(0.5) * (float32(4.0 / 3.0) - float32(0.1) * cosine * cosine / float32(1.1))
+    theta_acc = (float32(9.8) * sine - cosine * push) / inertia
+    x_acc = push - float32(0.05) * theta_acc * cosine / float32(1.1)
+    x += tau * x_dot
+    x_dot += tau * x_acc
+    theta += tau * theta_dot
+    theta_dot += tau * theta_acc
     lengths[i] += 1
     terminated[i] = abs(x) > float32(2.4) or abs(theta) > float32(12 * 2 * math.pi / 360)
     truncated[i] = lengths[i] >= 500
@@ -56,7 +52,7 @@ def step(state, lengths, generators, actions, obs, rewards, terminated, truncate
 class NumbaCartPole:
     """N environments in device arrays; `obs` is what the step led to, before any reset."""
 
-    def __init__(self, num_envs: int, threads: int, work: int = 1):
+    def __init__(self, num_envs: int, threads: int):
         start = np.random.default_rng(1).uniform(-0.05, 0.05, (num_envs, 4)).astype(np.float32)
         self.state = cuda.to_device(start)
         self.lengths = cuda.to_device(np.zeros(num_envs, np.int32))
@@ -65,12 +61,11 @@ class NumbaCartPole:
         self.rewards = cuda.device_array(num_envs, np.float32)
         self.terminated, self.truncated = (cuda.device_array(num_envs, np.bool_) for _ in "ab")
         self.kernel = step[-(-num_envs // threads), threads]
-        self.work = work
 
     def step(self, actions) -> None:
         ends = self.terminated, self.truncated
         arrays = self.state, self.lengths, self.generators, actions, self.obs, self.rewards, *ends
-        self.kernel(*arrays, self.work)
+        self.kernel(*arrays)
 
 
 if __name__ == "__main__":
