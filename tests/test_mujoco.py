@@ -1,6 +1,6 @@
-"""PPO on MuJoCo's worlds in one batch: physics, rewards and ends against Gymnasium's, parity, runs.
+"""PPO and SAC on MuJoCo's worlds in one batch: physics against Gymnasium's, parity, whole runs.
 
-What is shared with other scripts to the letter is tested there (test_shared).
+What is shared with other scripts to the letter is tested there (test_shared), as SAC's updates are.
 """
 
 import importlib.util
@@ -14,15 +14,21 @@ import pytest
 import torch
 from test_cartpole import in_tmp_path, read_checkpoint  # noqa: F401
 from test_sac import read_scalars, run
-from test_sac_parity import assert_hunks_are_marked
+from test_sac_parity import assert_hunks_are_marked, draw_alike, stack_twins
 
 from leanrl import ppo_mujoco_gpu as baseline
 from leanrl import ppo_mujoco_gpu_torchcompile as variant
+from leanrl import sac_mujoco_gpu as sac_baseline
+from leanrl import sac_mujoco_gpu_torchcompile as sac_variant
 
 CPU = torch.device("cpu")
 SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
+ALL_SCRIPTS = pytest.mark.parametrize(
+    "module", [baseline, variant, sac_baseline, sac_variant], ids=lambda module: module.SCRIPT
+)
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 SMALL = {"num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
+SAC = {"num_envs": 8, "batch_size": 16, "learning_starts": 200, "buffer_size": 500}
 OBS, A = 17, 6
 HAS_WARP = importlib.util.find_spec("mujoco_warp") is not None
 PHYSICS = [
@@ -52,7 +58,8 @@ def make_envs(env_id="HalfCheetah-v5", num_envs=4, physics="c"):
 
 
 def train(module, **flags) -> Path:
-    return module.main(module.Args(**SMALL | flags))
+    small = SAC if module in (sac_baseline, sac_variant) else SMALL
+    return module.main(module.Args(**small | flags))
 
 
 def set_states(envs, qpos, qvel):
@@ -275,13 +282,51 @@ def test_whole_runs_agree_evaluate_and_resume():
         train(variant, **flags | {"total_timesteps": 1280}, resume=str(run_dir))
 
 
-@SCRIPTS
+def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
+    """Three runs with the same draws from the replay buffer, which is filled more than once."""
+    draw_alike(monkeypatch, sac_baseline, sac_variant)
+    flags = {"total_timesteps": 1000, "save_model": True, "env_id": "InvertedPendulum-v5"}
+    flags |= {"eval_every": 1000, "eval_episodes": 2, "tau": 0.1, "utd_ratio": 0.25}
+    for module in (sac_baseline, sac_variant):
+        monkeypatch.setattr(module, "LOG_EVERY", 5)
+    found = []
+    for module, more in ((sac_baseline, {}), (sac_variant, {}), (sac_variant, {"compile": True})):
+        run_dir = train(module, **flags, **more, exp_name=f"{len(found)}")
+        found.append((read_checkpoint(run_dir), read_scalars(run_dir)))
+    (expected, rows), *others = found
+    timed = "charts/S", "charts/warmup", "charts/eval"  # a pole's fall counts whole steps
+    assert len(rows["losses/qf_loss"]) == 20 and len(rows["charts/episodic_return"]) > 15
+    assert len(rows["charts/eval_return"]) == 1 and len(rows["charts/broken_worlds"]) == 25
+    for checkpoint, its_rows in others:
+        assert its_rows.keys() == rows.keys()
+        for tag in (tag for tag in rows if not tag.startswith(timed)):
+            np.testing.assert_allclose(its_rows[tag], rows[tag], rtol=1e-2, atol=1e-3)
+        for part in ("actor", "qf_target"):
+            theirs, mine = (
+                [x for name, x in each["agent"].items() if name.partition(".")[0] == part]
+                for each in (expected, checkpoint)
+            )
+            theirs = stack_twins(theirs) if part == "qf_target" else theirs
+            for x, y in zip(mine, theirs, strict=True):
+                assert (
+                    x - y
+                ).abs().mean() < 1e-4  # Adam makes much of the last bit, here and there
+        data = torch.cat([x.reshape(496, -1) for x in expected["replay"]["data"]], dim=1)
+        torch.testing.assert_close(checkpoint["replay"]["data"], data, rtol=1e-2, atol=1e-2)
+    flags |= {"total_timesteps": 1100, "exp_name": "2"}
+    again = train(sac_variant, **flags, resume=str(run_dir))
+    assert again == run_dir and read_checkpoint(run_dir)["global_step"] == 1104
+    with pytest.raises(SystemExit, match="nothing left to do"):
+        train(sac_variant, **flags, resume=str(run_dir))
+
+
+@ALL_SCRIPTS
 def test_what_a_user_gets_wrong(module, monkeypatch):
     for flags, said in (
         ({"env_id": "Reacher-v5"}, "--env-id: Reacher-v5 is none of HalfCheetah-v5, "),
         ({"num_envs": 0}, "--num-envs: 0 is out of range"),
         ({"gamma": math.nan}, "--gamma: nan is out of range"),
-        ({"num_envs": 7, "num_steps": 5}, "--num-minibatches"),
+        *([({"num_envs": 7, "num_steps": 5}, "--num-minibatches")] * hasattr(module, "PPO")),
     ):
         with pytest.raises(SystemExit) as error:
             train(module, **{"total_timesteps": 1024} | flags)
@@ -293,10 +338,19 @@ def test_what_a_user_gets_wrong(module, monkeypatch):
 
 def test_differing_hunks_are_marked():
     assert_hunks_are_marked(baseline, variant)
+    assert_hunks_are_marked(sac_baseline, sac_variant)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [(baseline.SCRIPT,), (variant.SCRIPT, "--compile")], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [
+        (baseline.SCRIPT,),
+        (variant.SCRIPT, "--compile"),
+        (sac_variant.SCRIPT, "--compile", "--utd-ratio=0.02"),
+    ],
+    ids=" ".join,
+)
 def test_it_learns(command, tmp_path):
     """HalfCheetah: a random policy gets about -300; evaluated in Gymnasium's own environment."""
     flags = "--total-timesteps=1000000", "--eval-every=1000000"

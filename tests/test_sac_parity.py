@@ -201,15 +201,12 @@ def smooth(tmp_path, monkeypatch):
     gym.registry.pop("Smooth-v0")
 
 
-def test_whole_iterations_agree(smooth, backend, monkeypatch):
-    """Both `main`s with the same draws from the replay buffer: every row of metrics, every tensor.
-
-    Acting, storing, what is updated when, logging; the variant eager and compiled.
-    """
+def draw_alike(monkeypatch, baseline, variant):
+    """Both replay buffers draw the same rows, decided by where the next one will be stored."""
 
     def draw(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.position)
-        return torch.randint(self.size, (B,), generator=generator)
+        return torch.randint(self.size, (self.args.batch_size,), generator=generator)
 
     def sample(self) -> baseline.Batch:
         index = draw(self)
@@ -220,6 +217,14 @@ def test_whole_iterations_agree(smooth, backend, monkeypatch):
 
     monkeypatch.setattr(baseline.ReplayBuffer, "sample", sample)
     monkeypatch.setattr(variant.ReplayBuffer, "draw", refill)
+
+
+def test_whole_iterations_agree(smooth, backend, monkeypatch):
+    """Both `main`s with the same draws from the replay buffer: every row of metrics, every tensor.
+
+    Acting, storing, what is updated when, logging; the variant eager and compiled.
+    """
+    draw_alike(monkeypatch, baseline, variant)
     monkeypatch.setattr(baseline, "LOG_EVERY", 5)
     monkeypatch.setattr(variant, "LOG_EVERY", 5)
     flags = {"env_id": smooth, "total_timesteps": 140, "learning_starts": 100, "save_model": True}

@@ -16,13 +16,17 @@ from conftest import ROOT
 ONE_PROCESS = r"(?!.*_(async|multigpu))"  # the others start theirs and share their devices
 FUNCTIONS = [  # the beginning of a script's name, and what all of them share that have it
     (r"", "save load gradient_step Adam"),
-    (r"(sac|td3)_", "mlp TwinQ Batch ReplayBuffer"),
+    (r"(sac|td3)_", "mlp TwinQ Batch"),
+    (r"((sac|td3)_continuous|sac_mujoco_gpu$)", "ReplayBuffer"),  # a variant's is for one device
+    (r"sac_", "Actor critic_loss actor_loss alpha_loss SAC compile_agent"),
     (r"(sac|td3)_continuous", "make_envs"),
     (r"ppo_", "mlp compute_gae policy_loss value_loss"),
     (r"ppo_(atari|cartpole)", "ppo_loss"),  # of a categorical policy
     (r"ppo_(continuous|mujoco)", "gaussian_log_prob"),  # of a Gaussian one
     (r"ppo_(continuous_action|mujoco_gpu)(_torchcompile)?$", "Batch"),
     (r"ppo_continuous", "make_envs ActorCritic"),  # with and without more processes
+    (r"(ppo|sac)_mujoco", "CPhysics WarpPhysics MuJoCoEnvs half_cheetah hopper walker2d ant"),
+    (r"(ppo|sac)_mujoco", "humanoid inverted_pendulum inverted_double_pendulum"),
     (r"ppo_atari", "layer_init AtariEnvs ActorCritic Batch Rollout evaluate"),
 ]
 BLOCKS = [  # of SAC's text: the scripts that have it, its first words, what follows it
