@@ -29,7 +29,6 @@ Shapes: T steps of a rollout, N environments, B batch, O observation, A action. 
 times are in stages_collector.json; `untracked` is mostly the wait for the other process.
 """
 
-import copy
 import json
 import math
 import multiprocessing
@@ -392,9 +391,9 @@ class Slot(Rollout):
         super().__init__(args, obs_dim, action_dim, torch.device("cpu"))
         self.noise = torch.zeros(args.num_steps, args.num_envs, action_dim)  # standard normal
         self.version = torch.zeros((), dtype=torch.int64)  # how many updates the weights have seen
+        self.weights = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
         for tensor in vars(self).values():
             tensor.share_memory_()  # nothing of it outlives the processes, however they end
-        self.model = copy.deepcopy(model).cpu().share_memory().requires_grad_(False)  # weights
 
 
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
@@ -593,7 +592,7 @@ def collect(pipe: Connection, args: Args, slots: list[Slot], report_path: Path) 
             slot = slots[pickle.loads(pipe.recv_bytes())]
             waited = time.perf_counter() - begin
             truncations, episodes = [], []
-            agent.model.load_state_dict(slot.model.state_dict())
+            nn.utils.vector_to_parameters(slot.weights.to(device), agent.parameters())
             noise = slot.noise.to(device)
             for t in range(args.num_steps):
                 with watch.stage("inference"):
@@ -758,8 +757,8 @@ def main(args: Args) -> Path:
                 while handed_out < min(version + len(slots), num_rollouts):
                     slot = slots[handed_out % len(slots)]
                     slot.version.fill_(version)
-                    slot.model.load_state_dict(agent.model.state_dict())
-                    slot.noise.copy_(torch.randn(slot.noise.shape, device=device))
+                    slot.weights.copy_(nn.utils.parameters_to_vector(agent.parameters()).detach())
+                    slot.noise.normal_()
                     collector.send(handed_out % len(slots))
                     handed_out += 1
             begin = time.perf_counter()
@@ -774,8 +773,8 @@ def main(args: Args) -> Path:
                 for t, i, final_obs in truncations:
                     slot.final_values[t, i] = agent.value(torch.as_tensor(final_obs).to(device))
                 for name, tensor in vars(rollout).items():
-                    tensor.copy_(getattr(slot, name))
-                if not math.isfinite(rollout.obs.sum() + rollout.rewards.sum()):
+                    tensor.copy_(getattr(slot, name), non_blocking=True)
+                if not math.isfinite(slot.obs.sum() + slot.rewards.sum()):
                     steps = f"steps {global_step - batch_size:,} to {global_step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")
                 staleness = version - slot.version.item()
@@ -785,9 +784,9 @@ def main(args: Args) -> Path:
                     metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
                     if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
                         break
-                explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
-                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
-                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
+                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
+                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
+                *losses, explained = torch.stack([*losses, explained]).tolist()  # waits once
 
             # 3. Log.
             with watch.stage("logging"):

@@ -8,7 +8,6 @@ the rest is the same to the letter. The first rollouts pay for compilation, repo
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
-import copy
 import json
 import math
 import multiprocessing
@@ -405,9 +404,9 @@ class Slot(Rollout):
         super().__init__(args, obs_dim, action_dim, torch.device("cpu"))
         self.noise = torch.zeros(args.num_steps, args.num_envs, action_dim)  # standard normal
         self.version = torch.zeros((), dtype=torch.int64)  # how many updates the weights have seen
+        self.weights = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
         for tensor in vars(self).values():
             tensor.share_memory_()  # nothing of it outlives the processes, however they end
-        self.model = copy.deepcopy(model).cpu().share_memory().requires_grad_(False)  # weights
 
 
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
@@ -536,7 +535,8 @@ class PPO(nn.Module):
 
     def publish(self) -> None:
         """Brings the parameters, in one copy, to where acting reads them in NumPy."""
-        log_std, *layers = (x.numpy().T for x in self.views(self.flat.cpu()).values())
+        self.published = self.flat.cpu()
+        log_std, *layers = (x.numpy().T for x in self.views(self.published).values())
         self.std, self.critic_layers, self.actor_layers = np.exp(log_std), layers[:6], layers[6:]
 
     def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
@@ -667,8 +667,7 @@ def collect(pipe: Connection, args: Args, slots: list[Slot], report_path: Path) 
     # speed: without DeviceEnv, acting takes and gives arrays, those in shared memory
     device_envs = envs
     for slot in slots:
-        arrays = {name: x.numpy() for name, x in vars(slot).items() if isinstance(x, Tensor)}
-        vars(slot).update(arrays)
+        vars(slot).update({name: tensor.numpy() for name, tensor in vars(slot).items()})
     start_step, statistics = pickle.loads(pipe.recv_bytes())
     if statistics is not None:
         set_statistics(envs, statistics)
@@ -680,8 +679,8 @@ def collect(pipe: Connection, args: Args, slots: list[Slot], report_path: Path) 
             slot = slots[pickle.loads(pipe.recv_bytes())]
             waited = time.perf_counter() - begin
             truncations, episodes = [], []
-            agent.model.load_state_dict(slot.model.state_dict())
             # speed: once per rollout
+            agent.flat.copy_(torch.from_numpy(slot.weights))
             agent.publish()
             rollout, noise = slot, slot.noise
             for t in range(args.num_steps):
@@ -799,12 +798,11 @@ def main(args: Args) -> Path:
 
     # speed: all compilation and capture is set up here; the loop below does not know of it. Each
     # function compiles when it is first called, and a graph is captured on its third call
-    prepare = partial(agent.prepare, rollout)
     if args.compile:
         torch.set_num_threads(1)  # layers of 64 are too small to share
         compile_agent(agent)
     if args.cudagraphs and device.type == "cuda":
-        prepare = CudaGraphModule(prepare, warmup=3)
+        agent.prepare = CudaGraphModule(agent.prepare, warmup=3)
         agent.learn = CudaGraphModule(agent.learn, warmup=3)
 
     if checkpoint:
@@ -860,8 +858,9 @@ def main(args: Args) -> Path:
                 while handed_out < min(version + len(slots), num_rollouts):
                     slot = slots[handed_out % len(slots)]
                     slot.version.fill_(version)
-                    slot.model.load_state_dict(agent.model.state_dict())
-                    slot.noise.copy_(torch.randn(slot.noise.shape, device=device))
+                    # speed: they are on the CPU already
+                    slot.weights.copy_(agent.published)
+                    slot.noise.normal_()
                     collector.send(handed_out % len(slots))
                     handed_out += 1
             begin = time.perf_counter()
@@ -877,21 +876,21 @@ def main(args: Args) -> Path:
                     # speed: without PyTorch
                     slot.final_values[t, i] = float(*forward(agent.critic_layers, final_obs))
                 for name, tensor in vars(rollout).items():
-                    tensor.copy_(getattr(slot, name))
-                if not math.isfinite(rollout.obs.sum() + rollout.rewards.sum()):
+                    tensor.copy_(getattr(slot, name), non_blocking=True)
+                if not math.isfinite(slot.obs.sum() + slot.rewards.sum()):
                     steps = f"steps {global_step - batch_size:,} to {global_step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")
                 staleness = version - slot.version.item()
                 # speed: from the weights that acted
-                batch = prepare(nn.utils.parameters_to_vector(slot.model.parameters()).to(device))
-                metrics = []
+                acted = slot.weights.to(device, non_blocking=True)
+                batch, metrics = agent.prepare(rollout, acted), []
                 for _ in range(args.update_epochs):
                     metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
                     if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
                         break
-                explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
-                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
-                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
+                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
+                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
+                *losses, explained = torch.stack([*losses, explained]).tolist()  # waits once
 
             # 3. Log.
             with watch.stage("logging"):
