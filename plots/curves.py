@@ -1,4 +1,4 @@
-"""Curves over the length of a run, and scores of sweeps: learning, speed, GPU utilization.
+"""Curves over the length of a run, and scores of sweeps: learning, GPU utilization.
 
     python plots/curves.py runs/                    all finished runs in runs/
     python plots/curves.py runs/gae_lambda --band std --target 1000
@@ -12,7 +12,6 @@ Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
                       over --x
-    NAME_speed        steps/s over wall-clock time, warm-up and logging included
     NAME_gpu          GPU utilization (NVML) over the wall-clock time of the steady window, and the
                       area under it: the GPU-seconds in which at least one kernel ran
     NAME_scores       of more than one line with two runs or more per task: interquartile mean of
@@ -21,10 +20,10 @@ Written as PNG and SVG to --out:
                       after which each run has first reached it
 
 Lines are the mean over the runs, with --band around it and each run thin. A learning curve is the
-mean of the last --last values of the metric, linear between two of them, and ends with its run. The
-mean is over the runs that have a value, bands are where two or more do. Scores are
-those of Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice",
-NeurIPS 2021.
+mean of the last --last values of the metric, linear between two of them, and ends with its run: of
+the last tenth of a run's values, 10 at most, where --last does not say otherwise. The mean is over
+the runs that have a value, bands are where two or more do. Scores are those of Agarwal et al.,
+"Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021.
 """
 
 import argparse
@@ -51,7 +50,8 @@ plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.xma
 plt.rcParams["axes.titlesize"] = 10
 POINTS = 1000  # of a curve at most
 SAMPLES = 2000  # of a bootstrap
-RETURN, SPS = "charts/episodic_return", "charts/SPS"
+RETURN = "charts/episodic_return"
+MEAN_OF = 10  # values of a curve at most, where --last does not say otherwise
 COLOURS = {  # of the rows, in every figure the same; Okabe and Ito's
     "baseline": "black",
     "eager": "#56B4E9",
@@ -220,7 +220,7 @@ def matching(runs: list[Run], conditions: list[str]) -> list[Run]:
 # A run's curves, (x, y) or None
 
 
-def curve(series: dict[str, Series], metric: str, axis: str, last: int) -> tuple | None:
+def curve(series: dict[str, Series], metric: str, axis: str, last: int | None) -> tuple | None:
     """A running mean of the metric over `axis`: steps, seconds or another metric."""
     if metric not in series or axis not in AXES and axis not in series:
         return None
@@ -229,19 +229,10 @@ def curve(series: dict[str, Series], metric: str, axis: str, last: int) -> tuple
         x = getattr(found, axis)[finite]
     else:
         x = on_grid(found.steps[finite], series[axis].steps, series[axis].values)
+    last = last or min(max(finite.sum() // 10, 1), MEAN_OF)
     y, known = running_mean(found.values[finite], last), ~np.isnan(x)
     rising = np.argsort(x[known], kind="stable")
     return (x[known][rising], y[known][rising]) if known.any() else None
-
-
-def speed(series: dict[str, Series]) -> tuple | None:
-    """Steps/s over seconds: between consecutive rows, from their steps and times."""
-    if SPS not in series:
-        return None
-    sps = series[SPS]
-    steps, seconds = np.diff(sps.steps, prepend=0), np.diff(sps.seconds, prepend=0)
-    ok = (seconds > 0) & (steps > 0)
-    return (sps.seconds[ok], steps[ok] / seconds[ok]) if ok.any() else None
 
 
 def utilization(run: Run) -> tuple | None:
@@ -407,7 +398,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--by", nargs="+", metavar="NAME", help="settings that make lines")
     parser.add_argument("--where", nargs="+", default=[], metavar="NAME=VALUE", help="only these")
     parser.add_argument("--band", choices=BANDS, default="bootstrap")
-    parser.add_argument("--last", type=int, default=10, help="values that a curve is the mean of")
+    parser.add_argument("--last", type=int, help="values that a curve is the mean of")
     parser.add_argument("--target", type=float, help="value of the metric to reach")
     return parser.parse_args(arguments)
 
@@ -416,10 +407,11 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     """The figures that these runs have something to show for; the files."""
     options = options or parse([str(out)])
     axes = [options.x] if options.x else list(AXES)
-    series = {run.path: read_series(run.path, [options.metric, SPS, *axes]) for run in runs}
+    series = {run.path: read_series(run.path, [options.metric, *axes]) for run in runs}
     found = groups(runs, options.by)
     what = options.metric.rpartition("/")[2].replace("_", " ")
-    final = f"{what}, mean of the last {options.last}"
+    final = f"{what}, mean of the last "
+    final += f"{options.last}" if options.last else f"tenth of a run, {MEAN_OF} values at most"
 
     def learning(axis: str) -> dict:
         metric = options.metric, axis, options.last
@@ -430,18 +422,14 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
         for line, curves in lines.items():
             area = np.mean([np.trapezoid(percent / 100, seconds) for seconds, percent in curves])
             busy.setdefault(panel, {})[f"{line}: {area:,.1f} GPU-seconds"] = curves
-    speeds = collect(found, lambda run: speed(series[run.path]))
+    learned = {axis: learning(axis) for axis in axes}
     rows = score_lines(learning("steps"), options.target)
-    figures = {"scores": draw_scores(rows, final) if len(rows) > 1 else None}
-    for kind, columns, unit, heading in (
-        ("learning", {axis: learning(axis) for axis in axes}, what, f"Learning: {final}"),
-        ("speed", {"seconds": speeds}, "environment steps/s", "Speed over the run"),
-        ("gpu", {"seconds": busy}, "% of time with a kernel running", "GPU utilization"),
-    ):
-        figures[kind] = draw(columns, options.band, unit, heading, runs)
-    for ax in figures["speed"].axes if figures["speed"] else []:
-        ax.set_yscale("log")  # random exploration is faster by decades
-        ax.yaxis.set_major_formatter(EngFormatter())
+    gpu = "% of time with a kernel running", "GPU utilization"
+    figures = {
+        "learning": draw(learned, options.band, what, f"Learning: {final}", runs),
+        "gpu": draw({"seconds": busy}, options.band, *gpu, runs),
+        "scores": draw_scores(rows, final) if len(rows) > 1 else None,
+    }
     files = []
     for kind, figure in figures.items():
         if figure:

@@ -217,13 +217,13 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
     out = tmp_path / "out/name"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert curves.main([str(runs), "--out", str(out)]) == 0
+        assert curves.main([str(runs), "--last", "10", "--out", str(out)]) == 0
     said = capsys.readouterr()
     for number, (_, reason) in wrong.items():
         (line,) = (line for line in said.err.splitlines() if f"__{number} " in line)
         assert reason in line
     assert "notes has no config.json" in said.err and said.err.count("skipped") == len(wrong) + 1
-    kinds = ("gpu", "learning", "scores", "speed")
+    kinds = ("gpu", "learning", "scores")
     files = [f"name_{kind}.{end}" for kind in kinds for end in ("png", "svg")]
     assert sorted(path.name for path in out.parent.iterdir()) == sorted(
         [*files, "name_scores.json"]
@@ -234,7 +234,7 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
         assert words in text["learning"]
     for line in ("baseline (n=2)", "compile (n=2)", "CleanRL (n=2)", "baseline (n=1)"):
         assert line in text["learning"]
-    assert "CleanRL (n=2)" in text["speed"] and "unknown for CleanRL" in text["speed"]
+    assert "unknown for CleanRL" in text["learning"] and "mean of the last 10" in text["learning"]
     assert "compile+cudagraphs: 2.5 GPU-seconds (n=1)" in text["gpu"]
     rows = {
         row["line"]: row["iqm"] for row in json.loads(out.with_name("name_scores.json").read_text())
@@ -254,11 +254,13 @@ def test_a_reader_who_leaves_early_sees_no_traceback(runs, tmp_path):
     assert "Hopper-v4" in (tmp_path / "out/c_learning.svg").read_text()
 
 
-def test_speed_is_between_two_rows():
-    series = run_dirs.Series(*np.array([[0, 100, 300], [0, 2, 4], [0, 0, 0]], dtype=float))
-    seconds, found = curves.speed({curves.SPS: series})
-    assert found.tolist() == [50, 100] and seconds.tolist() == [2, 4]
-    assert curves.speed({}) is None
+def test_short_runs_are_drawn_as_they_are_and_long_ones_as_a_running_mean():
+    """Of a tenth of the values, 10 at most: the mean of all would hide what a run has learned."""
+    for count, expected in ((1, 0.0), (8, 7.0), (20, 18.5), (100, 94.5), (500, 494.5)):
+        values = np.arange(count, dtype=float)
+        series = {"x": run_dirs.Series(values, values, values)}
+        assert curves.curve(series, "x", "steps", None)[1][-1] == expected
+        assert curves.curve(series, "x", "steps", 1)[1][-1] == count - 1
 
 
 # Sweeps

@@ -21,8 +21,6 @@ import argparse
 import importlib
 import sys
 
-import gymnasium as gym
-import numpy as np
 import processes
 import rounds
 import run_dirs
@@ -174,25 +172,6 @@ def patch_vector_env(module) -> None:
         setattr(module, name, getattr(baseline_of(module), name))
 
 
-def patch_normalization(module) -> None:
-    """Gymnasium's wrappers for normalization in the script's own vector environment."""
-
-    class NormalizedVectorEnv(module.NormalizedVectorEnv):
-        def __init__(self, envs, gamma):
-            wrapped = []
-            for env in envs:
-                env = gym.wrappers.NormalizeObservation(env)
-                env = gym.wrappers.TransformObservation(env, lambda x: np.clip(x, -10, 10), None)
-                env = gym.wrappers.NormalizeReward(env, gamma)
-                wrapped.append(gym.wrappers.TransformReward(env, lambda x: np.clip(x, -10, 10)))
-            super().__init__(wrapped, gamma)
-
-        def center(self, x, rms):
-            return np.array(x), np.ones(1)
-
-    module.NormalizedVectorEnv = NormalizedVectorEnv
-
-
 def patch_acting(module) -> None:
     """One call of the network's policy head in PyTorch."""
 
@@ -293,7 +272,6 @@ ON_POLICY = {
     "acting in NumPy; log-probabilities and values later": patch_acting_whole,
     "rollout stored by NumPy": patch_rollout,
     "lean vector environment": patch_vector_env,
-    "normalization of all environments at once": patch_normalization,
     "advantages in log2(T) steps": patch_advantages,
     "parameters in one vector": patch_vector,
     "an Adam that compiles": patch_optimizer,

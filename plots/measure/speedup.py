@@ -36,17 +36,7 @@ from typing import NamedTuple
 
 import processes
 import run_dirs
-from run_dirs import (
-    FREE_ARGS,
-    ROWS,
-    VARIANT,
-    Run,
-    incomparable,
-    read_runs,
-    shown,
-    spread,
-    this_machine,
-)
+from run_dirs import ROWS, VARIANT, Run, incomparable, read_runs, shown, spread, this_machine
 
 ROOT = run_dirs.ROOT
 QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
@@ -56,29 +46,28 @@ TRACED = ["--stopwatch", "trace"]
 class Lengths(NamedTuple):
     """Flags of a script's runs, and about how many steps/s it makes, for the progress bar."""
 
-    quick: dict  # long enough that the learning curve rises
-    traced: dict  # just long enough for the steady window and the trace
+    quick: str  # long enough that the learning curve rises
+    traced: str  # just long enough for the steady window and the trace
     speed: int
 
 
-def steps(quick: int, traced: int, speed: int) -> Lengths:
-    return Lengths({"--total-timesteps": quick}, {"--total-timesteps": traced}, speed)
-
-
-OFF_POLICY = Lengths(
-    {"--learning-starts": 1000, "--total-timesteps": 8000},
-    {"--learning-starts": 100, "--total-timesteps": 800},
-    100,
-)
+EARLY = "--learning-starts 100 --total-timesteps 800"
+# Minibatches of 64 as ever; the trace of a rollout of 2,048 steps takes half a minute to write.
+SHORT = "--num-steps 512 --num-minibatches 8 --total-timesteps 6144"
 SCRIPTS = {
-    "sac_continuous_action": OFF_POLICY,
-    "td3_continuous_action": OFF_POLICY,
-    "ppo_continuous_action": steps(49 * 2048, 8 * 2048, 2000),
-    "ppo_continuous_action_async": steps(49 * 2048, 12 * 2048, 2000),
-    "ppo_atari_envpool": steps(32 * 8 * 128, 8 * 8 * 128, 300),
-    "ppo_atari_envpool_multigpu": steps(32 * 8 * 128, 8 * 8 * 128, 300),
-    "ppo_cartpole_gpu": steps(24 * 4096 * 32, 8 * 4096 * 32, 200_000),
-    "ppo_mujoco_gpu": steps(128 * 64 * 64, 12 * 64 * 64, 10_000),
+    "sac_continuous_action": Lengths(  # 8,000 steps show learning at Spinning Up's learning rate
+        "--learning-starts 500 --policy-lr 1e-3 --total-timesteps 8000", EARLY, 100
+    ),
+    "td3_continuous_action": Lengths("--learning-starts 500 --total-timesteps 8000", EARLY, 100),
+    "ppo_continuous_action": Lengths("--total-timesteps 100352", SHORT, 2000),
+    "ppo_continuous_action_async": Lengths("--total-timesteps 100352", SHORT, 2000),
+    "ppo_atari_envpool": Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300),
+    "ppo_atari_envpool_multigpu": Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300),
+    "ppo_cartpole_gpu": Lengths("--total-timesteps 3145728", "--total-timesteps 1048576", 200_000),
+    "ppo_mujoco_gpu": Lengths("--total-timesteps 524288", "--total-timesteps 49152", 10_000),
+    "sac_mujoco_gpu": Lengths(
+        "--total-timesteps 200000", "--learning-starts 1000 --total-timesteps 40000", 2000
+    ),
 }
 
 
@@ -149,37 +138,27 @@ def cells(rows: list[dict]) -> list[list[str]]:
             table.append([row["script"], row["row"], f"skipped: {row['skipped']}", *[""] * 6])
             continue
         steady, warmup = row["sps_steady"], row["warmup_seconds"]
-        table.append(
-            [
-                row["script"],
-                row["row"],
-                f"{steady['mean']:,.1f}",
-                f"{steady['min']:,.1f}-{steady['max']:,.1f}",
-                f"{row['speedup']:.2f}x" if row["speedup"] else "-",
-                f"{warmup['first']:.1f}",
-                f"{warmup['best']:.1f}",
-                f"{row['sps_inclusive']['mean']:,.1f}",
-                str(len(row["runs"])),
-            ]
-        )
+        line = [f"{steady['mean']:,.1f}", f"{steady['min']:,.1f}-{steady['max']:,.1f}"]
+        line.append(f"{row['speedup']:.2f}x" if row["speedup"] else "-")
+        line += [f"{warmup['first']:.1f}", f"{warmup['best']:.1f}"]
+        line += [f"{row['sps_inclusive']['mean']:,.1f}", str(len(row["runs"]))]
+        table.append([row["script"], row["row"], *line])
     return table
-
-
-def make_run(job: Job, logs: Path, caches: str, progress) -> Run:
-    """The run; ValueError says what went wrong with it."""
-    log = logs / f"{job.name.replace(' ', '-')}.log"
-    cache = Path(caches, f"{job.script}-{job.row}")  # empty, so that `first` is a cold start
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    return processes.run_and_read(job.command, log, progress, job.name, environment)
 
 
 def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
     """Makes the runs one after the other; the finished ones, and for each other one what it was."""
+    turns = []
     with tempfile.TemporaryDirectory() as caches:
-        turns = []
         for job in jobs:
+            log = logs / f"{job.name.replace(' ', '-')}.log"
+            cache = Path(
+                caches, f"{job.script}-{job.row}"
+            )  # empty, so that `first` is a cold start
+            environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+            keywords = {"what": job.name, "environment": environment}
+            make = partial(processes.run_and_read, job.command, log, **keywords)
             seconds = 10 + job.steps / SCRIPTS[job.script].speed
-            make = partial(make_run, job, logs, caches)
             turns.append(processes.Turn(job.name, job.steps, seconds, make))
         results, failures = processes.make_all(turns)
     return list(results.values()), failures
@@ -199,13 +178,12 @@ def make_jobs(
         for script in scripts:
             for row in rows:
                 file = f"leanrl/{script}{'' if row == 'baseline' else VARIANT}.py"
-                flags = {} if length == "full" else dict(getattr(SCRIPTS[script], length))
+                flags = [] if length == "full" else getattr(SCRIPTS[script], length).split()
                 if steps:
-                    flags["--total-timesteps"] = steps
-                command = [sys.executable, file, "--seed", str(seed), *ROWS[row]]
-                command += [str(word) for flag in flags.items() for word in flag]
+                    flags[-2:] = ["--total-timesteps", str(steps)]
+                count = int(flags[-1]) if flags else total_timesteps(ROOT / file)
+                command = [sys.executable, file, "--seed", str(seed), *ROWS[row], *flags]
                 command += TRACED if length == "traced" else []
-                count = flags.get("--total-timesteps") or total_timesteps(ROOT / file)
                 jobs.append(Job(script, row, seed, command, count))
     return jobs
 
@@ -270,12 +248,9 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> None:
 
 def draw_figures(runs: list[Run], rows: list[dict], out: Path) -> None:
     """What this program, plots/curves.py and plots/breakdown.py make of these runs."""
-    try:
-        import breakdown
-        import curves
-    except ImportError as missing:
-        print(f"no figures: {missing}; pip install -r requirements/plots.txt", file=sys.stderr)
-        return
+    import breakdown
+    import curves
+
     breakdown.write(runs, out)
     curves.write(timed(runs), out)
     if any(row.get("speedup") for row in rows):
@@ -297,10 +272,6 @@ def write_table(
         "machine": run_dirs.machine([run.config for run in spent]),
         "rows": rows,
         "failures": failures,
-        "settings": {
-            script: {key: value for key, value in args.items() if key not in FREE_ARGS}
-            for script, args in settings.items()
-        },
         "traced": [shown(run.path) for run in runs if traced(run)],
     }
     above = [f"Speed-up table ({protocol}): {call}", *run_dirs.describe(record["machine"])]
