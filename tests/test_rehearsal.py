@@ -265,7 +265,7 @@ def rehearse(name: str, script: str, flags: dict) -> dict:
         differs = str(error)
     found = {"differs": differs, "problems": list(problems), "replays": counts["replays"]}
     # the end of the run is no usual iteration, nor is what comes before the steady window
-    first, last = (-111, -11) if len(seen) > 111 else (-4, -2)
+    first, last = (-111, -11) if len(seen) > 111 else (-3, -2)
     found["waits"] = []  # the line, and how often an iteration waits there
     for text, count in seen[last].items():
         if count > seen[first].get(text, 0):
@@ -307,10 +307,11 @@ def test_a_bug_is_named_by_its_line(bug, found):
     assert any(here in text and BUGS[bug] in text for text in said), said
 
 
-def scripts():
-    for group, names in GROUPS.items():
+def scripts(names=None):
+    for group in GROUPS:
         marks = () if group == "fast" else (pytest.mark.slow,)
-        yield from (pytest.param(group, name, marks=marks) for name in names)
+        chosen = [name for name in GROUPS[group] if names is None or name in names]
+        yield from (pytest.param(group, name, marks=marks) for name in chosen)
 
 
 @pytest.mark.parametrize(("group", "name"), list(scripts()))
@@ -321,24 +322,40 @@ def test_a_script_on_cuda_computes_what_it_computes_on_the_cpu(group, name, foun
     assert found(group)[name]["replays"] >= 10
 
 
+# Per step of SAC and TD3, otherwise per rollout: for what acts elsewhere, and for rows of metrics
+ACTIONS, ROW = {"actions = agent.act(": 1}, {"row = metrics.tolist()": 0.01}
+METRICS, DIVERGENCE = {"*losses, explained": 1}, {"if args.target_kl is not None": 1}
+WEIGHTS_AND_METRICS = {"copy = torch.cat([self.flat, *more]).cpu()": 1}
+EACH_STEP = METRICS | {"actions = sample[0].cpu()": 16, "agent.prepare(rollout, agent.value(": 1}
 WAITS = {
-    "SAC": {"actions = agent.act(": 1, "row = metrics.tolist()": 0.01},
-    "TD3": {"actions = agent.act(": 1, "row = metrics.tolist()": 0.01},
-    "PPO": {"noise = noise.cpu()": 1, "log_std, *layers =": 1, "explained =": 1, "losses": 2},
-    "CartPole": {"explained =": 1, "losses": 2, "episodic_return =": 2},
+    "SAC": ACTIONS | ROW,
+    "TD3": ACTIONS | ROW,
+    "PPO": WEIGHTS_AND_METRICS,
+    "CartPole": METRICS,
+    "SAC, late policy": ACTIONS,
+    "PPO, 3 environments": WEIGHTS_AND_METRICS,
+    "PPO, --target-kl": WEIGHTS_AND_METRICS | DIVERGENCE,
+    "CartPole, --target-kl": METRICS | DIVERGENCE,
+    "Atari": EACH_STEP,
+    "multi-process": EACH_STEP,
+    "asynchronous": METRICS | {"self.published = self.flat.cpu()": 1},
 }
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_the_host_waits_no_more_than_it_has_to(name, found):
-    """Per step or rollout: for actions, weights and noise where they act, and rows of metrics."""
-    expected, waits = WAITS[name], found("fast")[name]["waits"]
+@pytest.mark.parametrize(("group", "name"), list(scripts(WAITS)))
+def test_the_host_waits_no_more_than_it_has_to(group, name, found):
+    expected, waits = WAITS[name], found(group)[name]["waits"]
     assert all(line.startswith(tuple(expected)) for line, _ in waits), waits
     for start, rate in expected.items():
         assert sum(r for line, r in waits if line.startswith(start)) == rate, waits
 
 
-# The tests for GPUs
+# The tests for GPUs, but for those of the kernel, of Kineto, and of CUDA in another process
+
+LEARNER_ON_CUDA = [
+    f"test_async.py::test_devices_do_not_change_what_is_learned[{how}-('cuda', 'cpu')]"
+    for how in ("eager", "graphs")
+]
 
 
 @pytest.mark.parametrize(
@@ -346,21 +363,13 @@ def test_the_host_waits_no_more_than_it_has_to(name, found):
     [
         ("test_ppo.py", "test_sac_parity.py"),
         pytest.param(("test_td3.py", "test_cartpole.py", "test_resume.py"), marks=pytest.mark.slow),
+        pytest.param(("test_sac.py", "test_atari.py", "test_multigpu.py"), marks=pytest.mark.slow),
+        pytest.param(LEARNER_ON_CUDA, marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
 def test_what_is_tested_on_a_gpu_passes_in_a_rehearsal(files):
-    command = [
-        sys.executable,
-        REHEARSAL,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "gpu",
-    ]
+    command = [sys.executable, REHEARSAL, *"-m pytest -q -p no:cacheprovider -m gpu".split()]
     command += [f"tests/{file}" for file in files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
