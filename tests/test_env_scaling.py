@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import env_arms
 import env_report
 import env_scaling
 import gymnasium as gym
@@ -15,7 +14,7 @@ import torch
 from conftest import ROOT
 
 CPU = torch.device("cpu")
-ON_CPU = [arm for arm in env_arms.ARMS if arm.missing() is None]
+ON_CPU = [arm for arm in env_scaling.ARMS if arm.missing() is None]
 
 
 # Arms
@@ -31,7 +30,7 @@ def test_an_arm_steps(arm):
 
 
 def test_all_arms_of_the_study_are_there():
-    names = [arm.name for arm in env_arms.ARMS]
+    names = [arm.name for arm in env_scaling.ARMS]
     assert len(set(names)) == len(names)
     for part in ("SubprocVecEnv", "sync", "async", "EnvPool", "tensors,", "tensors compiled"):
         assert any(part in name for name in names)
@@ -41,10 +40,10 @@ def test_all_arms_of_the_study_are_there():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is missing with a GPU")
 def test_an_arm_that_cannot_run_says_why():
-    missing = {arm.name: arm.missing() for arm in env_arms.ARMS}
+    missing = {arm.name: arm.missing() for arm in env_scaling.ARMS}
     assert missing["kernel, TPB 64"] == missing["tensors, GPU"] == "no CUDA device"
     assert missing["kernel, CPU threads"] is None
-    arm = env_arms.Arm("nothing", None, 1, ("no_such_package",))
+    arm = env_scaling.Arm("nothing", None, 1, ("no_such_package",))
     assert "no_such_package" in arm.missing() and "requirements/study.txt" in arm.missing()
 
 
@@ -70,6 +69,7 @@ def test_numbas_kernel_is_gymnasiums():
     code = f"""
 import sys
 sys.path[:0] = [{str(ROOT / "plots/measure")!r}, {str(ROOT / "tests")!r}]
+sys.path.append({str(ROOT / "plots")!r})
 import numpy as np
 from env_numba import NumbaCartPole, cuda
 from test_env_scaling import gymnasiums, some_states
@@ -132,7 +132,7 @@ def test_samples_are_per_step():
 
 def test_the_bytes_per_step():
     """Of the tensors that the kernel is given, but the count of ended episodes, seldom touched."""
-    envs, seen = env_arms.KernelCartPole(1000, CPU), []
+    envs, seen = env_scaling.KernelCartPole(1000, CPU), []
     envs.reset(seed=1)
     envs.launch = lambda threads, tensors: seen.extend(tensors)
     envs.step(torch.zeros(1000, dtype=torch.int64))
@@ -147,12 +147,12 @@ def test_the_bytes_per_step():
 def test_a_quick_study_from_end_to_end(tmp_path, monkeypatch, capsys):
     """Of the arms two that run here, one for a GPU and one whose kernel does not compile."""
     names = ["kernel, CPU threads", "tensors, CPU", "kernel, TPB 64"]
-    arms = [arm for arm in env_arms.ARMS if arm.name in names]
+    arms = [arm for arm in env_scaling.ARMS if arm.name in names]
 
     def fail(num_envs):
         raise ValueError("no kernel for cpu: no compiler")
 
-    monkeypatch.setattr(env_scaling, "ARMS", [*arms, env_arms.Arm("broken", fail, 64)])
+    monkeypatch.setattr(env_scaling, "ARMS", [*arms, env_scaling.Arm("broken", fail, 64)])
     assert env_scaling.main(["--quick", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     record = json.loads((tmp_path / "env_scaling.json").read_text())

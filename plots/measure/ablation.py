@@ -285,17 +285,12 @@ OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compil
 OF_COMPILER += ("update compiled", "one thread", "no guards", "products by oneDNN", "tanh by exp")
 
 
-def of_eager(tricks: dict) -> dict:
-    return {name: patch for name, patch in tricks.items() if name not in OF_COMPILER}
-
-
-TRICKS = {  # (algorithm, row of the speed-up table)
-    ("sac", "compile"): OFF_POLICY,
-    ("td3", "compile"): OFF_POLICY,
-    ("ppo", "compile"): ON_POLICY,
-    ("sac", "eager"): of_eager(OFF_POLICY),
-    ("td3", "eager"): of_eager(OFF_POLICY),
-    ("ppo", "eager"): of_eager(ON_POLICY),
+TRICKS = {  # (algorithm, row of the speed-up table) -> {name: patch}
+    (algorithm, row): {
+        name: patch for name, patch in tricks.items() if row == "compile" or name not in OF_COMPILER
+    }
+    for algorithm, tricks in (("sac", OFF_POLICY), ("td3", OFF_POLICY), ("ppo", ON_POLICY))
+    for row in ("compile", "eager")
 }
 
 

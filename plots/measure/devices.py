@@ -1,24 +1,22 @@
-"""Acting and learning at the same time or in turns, and on which devices; one process or several.
+"""Acting and learning at the same time or in turns, and on which devices.
 
     python plots/measure/devices.py                             PPO, 500,000 steps; an hour
     python plots/measure/devices.py --rounds 1 --steps 65536    a look
-    python plots/measure/devices.py --task atari                one process against several
 
 Rounds in turns: every row once, each in a process of its own; round n with seed n. PPO on
 HalfCheetah-v5: the synchronous scripts and the asynchronous ones, baseline and variant with
 --compile (on a GPU --cudagraphs too). Without a GPU all is on the CPU; with one, acting is on the
-CPU or on the GPU as the row says. Atari on Breakout-v5, the variant: the script of one process, and
-torchrun with 1 and 2, on a machine with GPUs with as many as it has and 8 games can be shared by.
+CPU or on the GPU as the row says.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
-    of first        median over the rounds of steps/s divided by the synchronous (Atari: the
-                    single process's) row of the same kind in that round
+    of first        median over the rounds of steps/s divided by the synchronous row of the same
+                    kind in that round
     return          mean over the rounds, and range, of the mean of the last 10 episodes
     learner waits   percent of the time in which the learner waits for a rollout, median
     collector waits and the collector for weights
     warm-up s       median seconds until that window, with a cold compiler cache or a warm one
 
-Written to plots/out/: devices_TASK.md, .json and logs/. Exit status 1 if a run failed.
+Written to plots/out/: devices_continuous.md, .json and logs/. Exit status 1 if a run failed.
 """
 
 import argparse
@@ -29,29 +27,20 @@ import processes
 import rounds
 import run_dirs
 
-STEPS = {"continuous": 500_000, "atari": 16 * 8 * 128}
+STEPS = 500_000
 LAST = 10  # episodes whose mean is a run's return
 
 
-def commands(task: str, gpus: int) -> dict[str, list[str]]:
+def commands(gpus: int) -> dict[str, list[str]]:
     """{row: its command without seed, steps and name}.
 
     A row with something in brackets is compared with the row that has its name without them.
     """
     speed = ["--compile", *["--cudagraphs"] * (gpus > 0)]
-    python, torchrun = [sys.executable], [sys.executable, "-m", "torch.distributed.run"]
-    if task == "atari":
-        script = "leanrl/ppo_atari_envpool{}_torchcompile.py"
-        several = script.format("_multigpu")
-        rows = {"one script": [*python, script.format(""), *speed]}
-        for count in (n for n in range(1, (gpus or 2) + 1) if 8 % n == 0):
-            start = [*torchrun, "--standalone", "--nproc-per-node", str(count)]
-            rows[f"one script (torchrun, processes: {count})"] = [*start, several, *speed]
-        return rows
     rows, script = {}, "leanrl/ppo_continuous_action{}.py"
     for kind, suffix, flags in (("baseline", "", []), ("variant", run_dirs.VARIANT, speed)):
-        several = [*python, script.format(f"_async{suffix}"), *flags]
-        rows[kind] = [*python, script.format(suffix), *flags]
+        several = [sys.executable, script.format(f"_async{suffix}"), *flags]
+        rows[kind] = [sys.executable, script.format(suffix), *flags]
         rows[f"{kind} (asynchronous)"] = several
         if gpus:
             there = ["--collector-device", "cuda"]
@@ -64,7 +53,7 @@ def commands(task: str, gpus: int) -> dict[str, list[str]]:
 def measure(row: str, seed: int, options: argparse.Namespace, progress) -> dict:
     """One run -> its numbers; ValueError says what went wrong."""
     number = list(options.commands).index(row)
-    stem = f"devices-{options.task}-{number}-seed-{seed}"
+    stem = f"devices-continuous-{number}-seed-{seed}"
     log = options.out / "logs" / f"{stem}.log"
     command = [*options.commands[row], "--seed", str(seed)]
     command += ["--total-timesteps", str(options.steps), "--exp-name", stem]  # no run of a table
@@ -105,19 +94,18 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = rounds.make_parser(__doc__)
-    parser.add_argument("--task", choices=STEPS, default="continuous")
     options = parser.parse_args(arguments)
-    options.steps = options.steps or STEPS[options.task]
+    options.steps = options.steps or STEPS
     import torch  # here, so that --help is quick
 
     gpus = torch.cuda.device_count()
-    options.commands = commands(options.task, gpus)
+    options.commands = commands(gpus)
     results, failures = rounds.take_turns(list(options.commands), options, measure)
     rows = summarize(results, list(options.commands))
-    command = processes.call("devices.py", options, "task", "rounds", "steps")
+    command = processes.call("devices.py", options, "rounds", "steps")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
     above = ["Acting and learning on devices"]
-    return rounds.report(f"devices_{options.task}", above, cells(rows), record, options)
+    return rounds.report("devices_continuous", above, cells(rows), record, options)
 
 
 if __name__ == "__main__":

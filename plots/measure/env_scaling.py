@@ -3,33 +3,206 @@
     bash run.sh study                                   sets up, then measures, in minutes
     python plots/measure/env_scaling.py --quick         a few points, short samples
 
-After "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). The arms are those of
-plots/measure/env_arms.py, one after the other; one that cannot run here is named with the reason.
-Measured are the seconds of one step of all environments against their number. A straight line
-a + b N is fitted to them in relative error; its turning point from flat to linear is N = a / b. Of
-each device it is also measured how many bytes/s a copy reads and writes: what memory allows. What
-PPO makes of such environments is in the speed-up table, by ppo_cartpole_gpu.
+After "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). CartPole-v1 is stepped
+by each arm in turn as its users would call it, with random actions drawn beforehand; an arm that
+cannot run here is named with the reason. Measured are the seconds of one step of all environments
+against their number. A straight line a + b N is fitted to them in relative error; its turning point
+from flat to linear is N = a / b. Of each device it is also measured how many bytes/s a copy reads
+and writes: what memory allows. What PPO makes of such environments is in the speed-up table, by
+ppo_cartpole_gpu.
 
 Written to --out: env_scaling.json with every sample, env_scaling.md, and the figure
 env_scaling_throughput.
 """
 
+import importlib.util
 import math
 import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import NamedTuple
 
-import env_arms
-import env_report
+import gymnasium as gym
+import numpy as np
 import processes
 import run_dirs
 import torch
-from env_arms import ARMS, Stepper
+from env_kernel import KernelCartPole
+
+from leanrl.ppo_cartpole_gpu import CartPole
 
 SAMPLES = 5  # per point; the median counts
 NUMBERS = sorted({32} | {4**k for k in range(11)})  # of environments; 32 is where processes end
 PACKAGES = ["torch", "gymnasium", "numpy", "envpool", "stable-baselines3", "numba-cuda"]
+BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
+CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length
+POOL = 16  # sets of random actions, used in turn
+
+
+class Stepper(NamedTuple):
+    """`step()` makes `steps` steps of all environments; they are done when `wait()` returns."""
+
+    step: Callable[[], object]
+    steps: int = 1
+    wait: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to step CartPole."""
+
+    name: str
+    make: Callable  # (num_envs) -> context of a Stepper
+    most: int  # environments: more do not fit, or take minutes
+    needs: tuple[str, ...] = ()  # packages, and "cuda" for a device
+
+    def missing(self) -> str | None:
+        """Why it cannot run here."""
+        for need in self.needs:
+            if need == "cuda" and not torch.cuda.is_available():
+                return "no CUDA device"
+            if need != "cuda" and importlib.util.find_spec(need) is None:
+                return f"no {need}: pip install -r requirements/study.txt"
+        return None
+
+
+def random_actions(num_envs: int, convert: Callable = np.asarray) -> Iterator:
+    """Sets of int64 actions (N,), each as `convert` makes it: for a device, say."""
+    generator = np.random.default_rng(1)
+    return cycle([convert(generator.integers(0, 2, num_envs)) for _ in range(POOL)])
+
+
+def random_action_tensors(num_envs: int, device: torch.device) -> Iterator[torch.Tensor]:
+    return random_actions(num_envs, partial(torch.as_tensor, device=device))
+
+
+def waiting(device: torch.device) -> Callable[[], object]:
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+# Environments on the CPU, one after another or in processes and threads
+
+
+@contextmanager
+def stepping(envs, actions: Iterator[np.ndarray], **reset) -> Iterator[Stepper]:
+    """`envs`, started by reset(**reset), and closed at the end."""
+    try:
+        envs.reset(**reset)
+        yield Stepper(lambda: envs.step(next(actions)))
+    finally:
+        envs.close()
+
+
+def of_stable_baselines3(num_envs: int):
+    """A process per environment, as the study's first arm."""
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    envs = make_vec_env("CartPole-v1", num_envs, seed=1, vec_env_cls=SubprocVecEnv)
+    return stepping(envs, random_actions(num_envs))
+
+
+def of_gymnasium(mode: str, num_envs: int):
+    """`sync` steps one environment after the other, `async` has a process for each."""
+    settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
+    return stepping(envs, random_actions(num_envs), seed=1)
+
+
+def of_envpool(num_envs: int):
+    """A pool of threads in C++."""
+    import envpool
+
+    envs = envpool.make_gymnasium("CartPole-v1", num_envs=num_envs, seed=1)
+    return stepping(envs, random_actions(num_envs, np.int32))
+
+
+# Environments as tensors
+
+
+@contextmanager
+def of_tensors(device_type: str, compiled: bool, num_envs: int) -> Iterator[Stepper]:
+    """The environments of the scripts."""
+    device = torch.device(device_type)
+    envs = CartPole(num_envs, device)
+    envs.reset(seed=1)
+    step, actions = envs.step, random_action_tensors(num_envs, device)
+    if compiled:
+        torch._dynamo.reset()
+        step = torch.compile(step, fullgraph=True, dynamic=False)
+    yield Stepper(lambda: step(next(actions)), 1, waiting(device))
+
+
+# Environments as a kernel
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """CAPTURED_STEPS calls of `step` as one CUDA graph -> its replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CAPTURED_STEPS):
+            step()
+    return graph.replay
+
+
+@contextmanager
+def of_kernel(device_type: str, threads: int, num_envs: int) -> Iterator[Stepper]:
+    """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training."""
+    device = torch.device(device_type)
+    envs = KernelCartPole(num_envs, device, threads_per_block=threads)
+    envs.reset(seed=1)
+    actions = random_action_tensors(num_envs, device)
+    if device.type == "cpu":
+        yield Stepper(lambda: envs.step(next(actions)))
+    else:
+        replay = captured(lambda: envs.step(next(actions)))
+        yield Stepper(replay, CAPTURED_STEPS, waiting(device))
+
+
+# Numba
+
+
+@contextmanager
+def of_numba(threads: int, num_envs: int) -> Iterator[Stepper]:
+    """Launched from Python step by step, as the study did."""
+    from env_numba import NumbaCartPole, cuda
+
+    envs = NumbaCartPole(num_envs, threads)
+    actions = random_actions(num_envs, cuda.to_device)
+    yield Stepper(lambda: envs.step(next(actions)), 1, cuda.synchronize)
+
+
+MILLION = 4**10
+ARMS = [
+    Arm("SB3 SubprocVecEnv", of_stable_baselines3, 32, ("stable_baselines3",)),
+    Arm("Gymnasium sync", partial(of_gymnasium, "sync"), 4**7),
+    Arm("Gymnasium async", partial(of_gymnasium, "async"), 32),
+    Arm("EnvPool", of_envpool, 4**8, ("envpool",)),
+    Arm("tensors, CPU", partial(of_tensors, "cpu", False), MILLION),
+    Arm("tensors compiled, CPU", partial(of_tensors, "cpu", True), MILLION),
+    Arm("kernel, CPU threads", partial(of_kernel, "cpu", 1), MILLION),
+    Arm("tensors, GPU", partial(of_tensors, "cuda", False), MILLION, ("cuda",)),
+    Arm("tensors compiled, GPU", partial(of_tensors, "cuda", True), MILLION, ("cuda",)),
+]
+for threads in BLOCKS:
+    kernel, numba = partial(of_kernel, "cuda", threads), partial(of_numba, threads)
+    ARMS.append(Arm(f"kernel, TPB {threads}", kernel, MILLION, ("cuda",)))
+    ARMS.append(Arm(f"Numba-CUDA, TPB {threads}", numba, MILLION, ("cuda", "numba")))
+
+
+# What is measured
 
 
 def time_steps(stepper: Stepper, seconds: float, samples: int = SAMPLES) -> list[float]:
@@ -56,7 +229,7 @@ def measure_limits() -> dict[str, float]:
     """
     found = {}
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        wait = env_arms.waiting(torch.device(device))
+        wait = waiting(torch.device(device))
         source = torch.zeros(2**26, device=device)
         target = torch.zeros_like(source)
         copies = time_steps(Stepper(lambda s=source, t=target: t.copy_(s), 1, wait), 1.0, 10)
@@ -100,6 +273,8 @@ def main(arguments: list[str] | None = None) -> int:
         "bytes_per_second": measure_limits(),
     }
     record |= measure_steps(*(([1, 64, 4096], 0.05) if options.quick else (NUMBERS, 0.5)))
+    import env_report  # which draws, so that --help need not wait for that
+
     env_report.write(record, options.out / "env_scaling")
     return 0
 
