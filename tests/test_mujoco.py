@@ -3,6 +3,7 @@
 What is shared with other scripts to the letter is tested there (test_shared), as SAC's updates are.
 """
 
+import importlib
 import importlib.util
 import math
 from pathlib import Path
@@ -352,8 +353,31 @@ def test_differing_hunks_are_marked():
     ids=" ".join,
 )
 def test_it_learns(command, tmp_path):
-    """HalfCheetah: a random policy gets about -300; evaluated in Gymnasium's own environment."""
-    flags = "--total-timesteps=1000000", "--eval-every=1000000"
+    """HalfCheetah: a random policy gets about -300; what is learned is worth as much in Warp."""
+    flags = "--total-timesteps=1000000", "--eval-every=1000000", "--save-model"
     run(tmp_path, *command, *flags)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert read_scalars(run_dir)["charts/eval_return"][-1][1] > 2000
+    if HAS_WARP:
+        on_c, on_warp = (play(run_dir, physics).mean().item() for physics in ("c", "warp"))
+        assert on_c > 2000 and on_warp == pytest.approx(on_c, rel=0.1)
+
+
+def play(run_dir, physics, num_envs=32):
+    """Returns (N,) of whole episodes by the mean actions of a run's checkpoint."""
+    checkpoint = read_checkpoint(run_dir)
+    script = checkpoint["script"].removesuffix(".py")
+    module = importlib.import_module(f"leanrl.{script}")
+    args, envs = module.Args(**checkpoint["args"]), make_envs("HalfCheetah-v5", num_envs, physics)
+    of_sac = hasattr(module, "SAC")
+    space = envs.single_action_space
+    agent = module.SAC(args, OBS, space, CPU) if of_sac else module.PPO(args, OBS, A, CPU)
+    agent.load_state_dict(checkpoint["agent"])
+    returns, (obs, _) = torch.zeros(num_envs), envs.reset(seed=2**31)
+    envs.lengths.zero_()  # at reset the first episodes are staggered
+    for _ in range(1000):
+        actions = agent.act(obs, torch.zeros(num_envs, A))
+        obs, rewards, _, truncated, _ = envs.step(actions if of_sac else actions[0])
+        returns += rewards
+    assert truncated.all() and envs.broken == 0
+    return returns
