@@ -1,4 +1,4 @@
-"""Curves over the length of a run, and scores of sweeps: learning, GPU utilization.
+"""Learning curves, and scores of sweeps.
 
     python plots/curves.py runs/                    all finished runs in runs/
     python plots/curves.py runs/gae_lambda --band std --target 1000
@@ -12,8 +12,6 @@ Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
                       over --x
-    NAME_gpu          GPU utilization (NVML) over the wall-clock time of the steady window, and the
-                      area under it: the GPU-seconds in which at least one kernel ran
     NAME_scores       of more than one line with two runs or more per task: interquartile mean of
                       the last values with 95% intervals (of less than 5 runs they are too narrow)
                       and performance profile; NAME_scores.json also has, with --target, the steps
@@ -31,7 +29,6 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -235,21 +232,13 @@ def curve(series: dict[str, Series], metric: str, axis: str, last: int | None) -
     return (x[known][rising], y[known][rising]) if known.any() else None
 
 
-def utilization(run: Run) -> tuple | None:
-    """% of time with a kernel running over seconds, from NVML."""
-    with suppress(KeyError, TypeError, ValueError):  # what are no pairs of numbers are no samples
-        found = np.array(run.stages["gpu"]["nvml_samples"], dtype=float)
-        if found.ndim == 2 and found.shape[1] == 2:
-            return tuple(found.T)
-    return None
-
-
-def collect(found: dict, read: Callable) -> dict:
-    """{panel: {line: [(x, y), ...]}} of the runs that `read(run)` has a curve of."""
+def learning(found: dict, series: dict, metric: str, axis: str, last: int | None) -> dict:
+    """{panel: {line: [(x, y), ...]}} of the runs that have such a curve."""
     kept: dict = {}
     for panel, lines in found.items():
         for line, runs in lines.items():
-            if curves := [made for made in map(read, runs) if made is not None]:
+            made = [curve(series[run.path], metric, axis, last) for run in runs]
+            if curves := [each for each in made if each is not None]:
                 kept.setdefault(panel, {})[line] = curves
     return kept
 
@@ -259,9 +248,8 @@ def collect(found: dict, read: Callable) -> dict:
 
 def styles(lines: list[str]) -> dict[str, dict]:
     """A colour and dashes per line, the same for the same rows everywhere."""
-    rows = [line.partition(":")[0] for line in lines]
-    if set(rows) <= set(COLOURS):
-        return {line: {"color": COLOURS[row]} for line, row in zip(lines, rows, strict=True)}
+    if set(lines) <= set(COLOURS):
+        return {line: {"color": COLOURS[line]} for line in lines}
     looks = cycler(linestyle=("-", "--", "-.", ":")) * cycler(color=[*COLOURS.values()])
     return dict(zip(lines, looks(), strict=False))
 
@@ -288,7 +276,7 @@ def draw_line(ax, curves: list[tuple], kind: str, look: dict) -> None:
 def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: list[Run]):
     """A row of panels per script and environment, a column per axis; None without a curve.
 
-    `columns` holds what `collect` returns by the name of its axis: the same lines for each.
+    `columns` holds what `learning` returns by the name of its axis: the same lines for each.
     """
     if not (panels := list(next(iter(columns.values())))):
         return None
@@ -413,30 +401,16 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     final = f"{what}, mean of the last "
     final += f"{options.last}" if options.last else f"tenth of a run, {MEAN_OF} values at most"
 
-    def learning(axis: str) -> dict:
-        metric = options.metric, axis, options.last
-        return collect(found, lambda run: curve(series[run.path], *metric))
-
-    busy: dict = {}
-    for panel, lines in collect(found, utilization).items():
-        for line, curves in lines.items():
-            area = np.mean([np.trapezoid(percent / 100, seconds) for seconds, percent in curves])
-            busy.setdefault(panel, {})[f"{line}: {area:,.1f} GPU-seconds"] = curves
-    learned = {axis: learning(axis) for axis in axes}
-    rows = score_lines(learning("steps"), options.target)
-    gpu = "% of time with a kernel running", "GPU utilization"
-    figures = {
-        "learning": draw(learned, options.band, what, f"Learning: {final}", runs),
-        "gpu": draw({"seconds": busy}, options.band, *gpu, runs),
-        "scores": draw_scores(rows, final) if len(rows) > 1 else None,
-    }
-    files = []
-    for kind, figure in figures.items():
-        if figure:
-            files += save(figure, out / f"{name}_{kind}")
-        else:
-            print(f"no figure of {kind}: these runs have none of its numbers", file=sys.stderr)
-    if figures["scores"]:
+    columns = {axis: learning(found, series, options.metric, axis, options.last) for axis in axes}
+    figure = draw(columns, options.band, what, f"Learning: {final}", runs)
+    if not figure:
+        print(f"no figure: these runs have no {options.metric}", file=sys.stderr)
+        return []
+    files = save(figure, out / f"{name}_learning")
+    over_steps = learning(found, series, options.metric, "steps", options.last)
+    rows = score_lines(over_steps, options.target)
+    if len(rows) > 1:
+        files += save(draw_scores(rows, final), out / f"{name}_scores")
         files.append(out / f"{name}_scores.json")
         files[-1].write_text(json.dumps(rows, indent=1) + "\n")
         print(f"\n{run_dirs.as_text(score_cells(rows, options.target), labels=2)}\n")

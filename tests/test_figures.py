@@ -196,9 +196,8 @@ def test_where_one_seed_is_left_there_is_a_mean_and_no_interval():
 
 
 def test_curves_of_real_files(runs, tmp_path, capsys):
-    """One folder: two rows with a GPU, runs of CleanRL, one with a single episode, broken ones."""
-    for i, row in enumerate(("baseline", "compile+cudagraphs")):
-        make_run(runs, 40 + i, config(row, 3, gpu="H"), report(gpu=True))
+    """One folder: runs of CleanRL, one with a single episode, one with none, broken ones."""
+    make_run(runs, 40, config("compile+cudagraphs", 3, gpu="H"), report(gpu=True))
     single = make_run(runs, 50, config(script="td3_continuous_action"), stages(10.0))
     write_events(single, [("charts/episodic_return", 900, 5, 3.0)])
     for seed in (1, 2):
@@ -212,7 +211,6 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
     }
     for number, (broken, _) in wrong.items():
         make_run(runs, number, config(), broken)
-    make_run(runs, 65, config(gpu="H"), stages(10.0) | {"gpu": {"nvml_samples": [5, 6]}})
     (runs / "notes").mkdir()
     out = tmp_path / "out/name"
     with warnings.catch_warnings():
@@ -223,7 +221,7 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
         (line,) = (line for line in said.err.splitlines() if f"__{number} " in line)
         assert reason in line
     assert "notes has no config.json" in said.err and said.err.count("skipped") == len(wrong) + 1
-    kinds = ("gpu", "learning", "scores")
+    kinds = ("learning", "scores")
     files = [f"name_{kind}.{end}" for kind in kinds for end in ("png", "svg")]
     assert sorted(path.name for path in out.parent.iterdir()) == sorted(
         [*files, "name_scores.json"]
@@ -235,7 +233,7 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
     for line in ("baseline (n=2)", "compile (n=2)", "CleanRL (n=2)", "baseline (n=1)"):
         assert line in text["learning"]
     assert "unknown for CleanRL" in text["learning"] and "mean of the last 10" in text["learning"]
-    assert "compile+cudagraphs: 2.5 GPU-seconds (n=1)" in text["gpu"]
+    assert "compile+cudagraphs" not in text["learning"]  # it has no curve
     rows = {
         row["line"]: row["iqm"] for row in json.loads(out.with_name("name_scores.json").read_text())
     }
@@ -250,7 +248,7 @@ def test_a_reader_who_leaves_early_sees_no_traceback(runs, tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
         process.stdout.close()
         said = process.stderr.read()
-    assert "Traceback" not in said and "BrokenPipe" not in said and "no figure of gpu" in said
+    assert "Traceback" not in said and "BrokenPipe" not in said
     assert "Hopper-v4" in (tmp_path / "out/c_learning.svg").read_text()
 
 
@@ -381,6 +379,8 @@ def test_choices_of_the_command(sweep_runs, tmp_path, capsys):
     text = out.with_name("s_learning.svg").read_text()
     assert "num_minibatches=10" in text and "10th to 90th percentile" in text
     assert "wall-clock" in text and "environment steps" not in text
+    assert curves.main([str(sweep_runs), "--metric", "no/such", "--out", str(out)]) == 0
+    assert "no figure: these runs have no no/such" in capsys.readouterr().err
     for words, why in (("seed=9", "no such finished"), ("a=1", "no run has a setting 'a'")):
         assert curves.main([str(sweep_runs), "--where", words, "--out", str(out)]) == 2
         assert why in capsys.readouterr().err
