@@ -16,7 +16,6 @@ What a run without a GPU cannot tell is left out, never drawn as 0. After Gleeso
 Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys 2021.
 """
 
-import argparse
 import signal
 import sys
 from pathlib import Path
@@ -65,8 +64,6 @@ def reduce(run: Run) -> dict:
         "row": run.row,
         "env_id": run.env_id,
         "run": shown(run.path),
-        "sps_steady": run.stages["sps_steady"],
-        "inflation": trace["inflation"],
         "seconds_per_step": total,
         "cells": cells,
         "transitions_per_iteration": calls,
@@ -212,9 +209,7 @@ def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = run_dirs.make_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=ROOT / "plots/out/breakdown", help="NAME")
     options = parser.parse_args(arguments)

@@ -60,9 +60,6 @@ COLOURS = {  # of the rows, in every figure the same; Okabe and Ito's
 BANDS = {
     "bootstrap": "95% interval of the mean",
     "std": "standard deviation",
-    "se": "standard error",
-    "percentiles": "10th to 90th percentile",
-    "none": "no band",
 }
 AXES = {"steps": "environment steps", "seconds": "wall-clock time (seconds)"}
 
@@ -112,18 +109,13 @@ def band(kind: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(s, g) -> low and high (g,), NaN where fewer than two runs are known."""
     low, high = np.full((2, values.shape[1]), np.nan)
     enough = (~np.isnan(values)).sum(0) > 1
-    if kind == "none" or not enough.any():
+    if not enough.any():
         return low, high
     values = values[:, enough]
     if kind == "bootstrap":
         low[enough], high[enough] = bootstrap(values)
-    elif kind == "percentiles":
-        low[enough], high[enough] = np.nanpercentile(values, (10, 90), axis=0)
     else:
-        width = np.nanstd(values, axis=0, ddof=1)
-        if kind == "se":
-            width /= np.sqrt((~np.isnan(values)).sum(0))
-        mean = mean_of_known(values)
+        mean, width = mean_of_known(values), np.nanstd(values, axis=0, ddof=1)
         low[enough], high[enough] = mean - width, mean + width
     return low, high
 
@@ -376,9 +368,7 @@ def save(figure, stem: Path) -> list[Path]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = run_dirs.make_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=ROOT / "plots/out/curves", help="NAME")
     parser.add_argument("--metric", default=RETURN, help=f"of TensorBoard (default: {RETURN})")
@@ -398,11 +388,9 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     series = {run.path: read_series(run.path, [options.metric, *axes]) for run in runs}
     found = groups(runs, options.by)
     what = options.metric.rpartition("/")[2].replace("_", " ")
-    final = f"{what}, mean of the last "
-    final += f"{options.last}" if options.last else f"tenth of a run, {MEAN_OF} values at most"
-
+    last = options.last or f"tenth of a run, {MEAN_OF} values at most"
     columns = {axis: learning(found, series, options.metric, axis, options.last) for axis in axes}
-    figure = draw(columns, options.band, what, f"Learning: {final}", runs)
+    figure = draw(columns, options.band, what, f"Learning: {what}, mean of the last {last}", runs)
     if not figure:
         print(f"no figure: these runs have no {options.metric}", file=sys.stderr)
         return []
@@ -410,7 +398,7 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     over_steps = learning(found, series, options.metric, "steps", options.last)
     rows = score_lines(over_steps, options.target)
     if len(rows) > 1:
-        files += save(draw_scores(rows, final), out / f"{name}_scores")
+        files += save(draw_scores(rows, f"{what}, mean of the last {last}"), out / f"{name}_scores")
         files.append(out / f"{name}_scores.json")
         files[-1].write_text(json.dumps(rows, indent=1) + "\n")
         print(f"\n{run_dirs.as_text(score_cells(rows, options.target), labels=2)}\n")

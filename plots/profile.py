@@ -11,7 +11,6 @@ trace there are stages but no layers; without a GPU nothing is said about one. E
 there is no report to read.
 """
 
-import argparse
 import signal
 import sys
 import textwrap
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import traces
-from run_dirs import as_text, check_numbers, per_step, read_json, short, shown
+from run_dirs import as_text, check_numbers, make_parser, per_step, read_json, short, shown
 from traces import CPU_LAYERS
 
 SHORT_OPERATOR = 20e-6  # seconds; below it an operator costs what its dispatch costs
@@ -123,9 +122,7 @@ def notes(report: dict) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="or file")
     parser.add_argument("--steps", type=int, default=1, help="in the window of a trace alone")
     options = parser.parse_args(arguments)

@@ -8,13 +8,12 @@ their text; rows that a record lacks are called not measured. A test runs --chec
 refuses numbers of speed outside of the regions. CleanRL's returns are its own publication's.
 """
 
-import argparse
 import json
 import re
 import sys
 from pathlib import Path
 
-from run_dirs import ROOT, ROWS, as_markdown, short
+from run_dirs import ROOT, ROWS, as_markdown, make_parser, short
 
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -212,9 +211,7 @@ def filled(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
     path: Path = ROOT / "README.md"

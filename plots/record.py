@@ -8,7 +8,6 @@ the mean of each). What config.json does not say of the machine is in machine.js
 what this machine says of itself, if it has as many cores and the same GPU.
 """
 
-import argparse
 import json
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def read_run(run_dir: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = run_dirs.make_parser(__doc__)
     parser.add_argument("record", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--note", default="")

@@ -4,6 +4,7 @@ A run is a directory with config.json, stages.json and TensorBoard files. Whatev
 it, or is damaged, empty or half written, is passed over with its name and the reason.
 """
 
+import argparse
 import functools
 import json
 import logging
@@ -78,6 +79,12 @@ class Run:
     def hardware(self) -> str:
         cpu = self.config["cpu"]
         return self.config["gpu"] or f"{cpu['model'] or 'unknown CPU'}, {cpu['cores']} cores"
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser whose --help is the program's docstring."""
+    plain = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=plain)
 
 
 def shown(path: Path) -> str:

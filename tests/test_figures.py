@@ -307,14 +307,9 @@ def test_bands_are_what_they_say():
     known = [values[~np.isnan(values[:, g]), g] for g in range(5)]
     means = np.array([k.mean() for k in known])
     deviations = np.array([k.std(ddof=1) for k in known])
-    errors = deviations / np.sqrt([len(k) for k in known])
-    for kind, width in (("std", deviations), ("se", errors)):
-        low, high = curves.band(kind, values)
-        np.testing.assert_allclose(low, means - width)
-        np.testing.assert_allclose(high, means + width)
-    low, high = curves.band("percentiles", values)
-    np.testing.assert_allclose(high, [np.percentile(k, 90) for k in known])
-    assert np.isnan(curves.band("none", values)).all()
+    low, high = curves.band("std", values)
+    np.testing.assert_allclose(low, means - deviations)
+    np.testing.assert_allclose(high, means + deviations)
 
 
 def test_curves_are_compared_wherever_one_has_a_value():
@@ -374,10 +369,10 @@ def test_scores_count_who_never_arrives(sweep_runs, tmp_path, capsys):
 
 def test_choices_of_the_command(sweep_runs, tmp_path, capsys):
     out = tmp_path / "out/s"
-    flags = ["--x", "seconds", "--band", "percentiles", "--by", "num-minibatches"]
+    flags = ["--x", "seconds", "--band", "std", "--by", "num-minibatches"]
     assert curves.main([str(sweep_runs), *flags, "--out", str(out)]) == 0
     text = out.with_name("s_learning.svg").read_text()
-    assert "num_minibatches=10" in text and "10th to 90th percentile" in text
+    assert "num_minibatches=10" in text and "standard deviation" in text
     assert "wall-clock" in text and "environment steps" not in text
     assert curves.main([str(sweep_runs), "--metric", "no/such", "--out", str(out)]) == 0
     assert "no figure: these runs have no no/such" in capsys.readouterr().err

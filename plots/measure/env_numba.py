@@ -59,7 +59,8 @@ class NumbaCartPole:
         self.generators = create_xoroshiro128p_states(num_envs, seed=1)
         self.obs = cuda.device_array((num_envs, 4), np.float32)
         self.rewards = cuda.device_array(num_envs, np.float32)
-        self.terminated, self.truncated = (cuda.device_array(num_envs, np.bool_) for _ in "ab")
+        self.terminated = cuda.device_array(num_envs, np.bool_)
+        self.truncated = cuda.device_array(num_envs, np.bool_)
         self.kernel = step[-(-num_envs // threads), threads]
 
     def step(self, actions) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+import run_dirs  # noqa: E402
 from run_dirs import ROOT, Run, read_run, shown, this_machine  # noqa: E402
 
 # The command line
@@ -26,9 +27,7 @@ from run_dirs import ROOT, Run, read_run, shown, this_machine  # noqa: E402
 
 def make_parser(doc: str) -> argparse.ArgumentParser:
     """A parser whose --help is the program's docstring, with the option that all have."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = run_dirs.make_parser(doc)
     parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
     return parser
 

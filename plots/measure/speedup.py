@@ -241,7 +241,6 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> None:
     ax.set_ylabel("steps/s, baseline = 1")
     ax.margins(0.1, 0.2)
     ax.grid(False, axis="x")
-    ax.spines[["top", "right"]].set_visible(False)
     curves.headline(figure, "Speed-up in steady state", runs)
     curves.save(figure, out / "speedup")
 
@@ -264,7 +263,6 @@ def write_table(
 ) -> None:
     """speedup.md and .json, with the speeds of those runs that were not traced."""
     spent = timed(runs)
-    settings = {run.script: run.config["args"] for run in spent}
     record = {
         "schema": 1,
         "protocol": protocol,
@@ -275,9 +273,8 @@ def write_table(
         "traced": [shown(run.path) for run in runs if traced(run)],
     }
     above = [f"Speed-up table ({protocol}): {call}", *run_dirs.describe(record["machine"])]
-    for script, args in settings.items():
-        length = f"{args['total_timesteps']:,} environment steps per run"
-        above.append(f"{script}: {args['env_id']}, {length}")
+    for script, args in {run.script: run.config["args"] for run in spent}.items():
+        above.append(f"{script}: {args['env_id']}, {args['total_timesteps']:,} steps per run")
     below = [f"runs: {', '.join(sorted({shown(run.path.parent) for run in runs}))}/"]
     if (out / "logs").exists():
         below.append(f"logs: {shown(out / 'logs')}/")
