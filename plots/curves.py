@@ -395,8 +395,8 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
         print(f"no figure: these runs have no {options.metric}", file=sys.stderr)
         return []
     files = save(figure, out / f"{name}_learning")
-    over_steps = learning(found, series, options.metric, "steps", options.last)
-    rows = score_lines(over_steps, options.target)
+    steps = learning(found, series, options.metric, "steps", options.last)
+    rows = score_lines(steps, options.target)
     if len(rows) > 1:
         files += save(draw_scores(rows, f"{what}, mean of the last {last}"), out / f"{name}_scores")
         files.append(out / f"{name}_scores.json")

@@ -280,6 +280,11 @@ def test_the_protocols_find_every_pair():
         jobs = [speedup.make_jobs([script], ["baseline"], 1, length)[0] for length in lengths]
         assert (ROOT / jobs[0].command[1]).exists() and len({job.name for job in jobs[1:]}) == 2
         assert jobs[0].steps >= jobs[1].steps > jobs[2].steps > 0
+        compiled = speedup.make_jobs([script], ["compile"], 1, "traced")[0]
+        short = "continuous" in script and script.startswith("ppo")  # of whose trace files are long
+        assert ("--num-steps" in jobs[2].command) == short and "--num-steps" not in compiled.command
+    (job,) = speedup.make_jobs(["sac_continuous_action"], ["baseline"], 1, "quick", steps=70)
+    assert job.steps == 70 and job.command[-3:] == ["1e-3", "--total-timesteps", "70"]
 
 
 def test_an_interrupt_ends_the_running_child(tmp_path):
