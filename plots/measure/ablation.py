@@ -227,6 +227,7 @@ def patch_vector(module) -> None:
 
     def make_with_list(self, args, *given) -> None:
         make(self, args, *given)
+        self.loss = module.ppo_loss  # compile_agent copies `update`, which must have no closure
         for parameter in self.parameters():
             parameter.data = parameter.data.clone()
         self.optimizer = module.Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
@@ -237,19 +238,16 @@ def patch_vector(module) -> None:
         return publish(self, *more)
 
     def update(self, batch, index):
-        minibatch = module.Batch(*(column[index] for column in batch))
-        loss, metrics = module.ppo_loss(self.model, minibatch, self.args)
+        minibatch = type(batch)(*(column[index] for column in batch))
+        loss, metrics = self.loss(self.model, minibatch, self.args)
         gradients = torch.autograd.grad(loss, self.optimizer.parameters)
         norm = torch.stack(torch._foreach_norm(gradients)).norm()
         scale = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.optimizer.step(torch._foreach_mul(gradients, scale))
         return metrics
 
-    module.PPO.__init__, module.PPO.publish, module.PPO.update = (
-        make_with_list,
-        publish_list,
-        update,
-    )
+    module.PPO.__init__, module.PPO.publish = make_with_list, publish_list
+    module.PPO.update = update
 
 
 def patch_threads(module) -> None:

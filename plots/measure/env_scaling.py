@@ -72,14 +72,10 @@ class Arm:
         return None
 
 
-def random_actions(num_envs: int, convert: Callable = np.asarray) -> Iterator:
-    """Sets of int64 actions (N,), each as `convert` makes it: for a device, say."""
+def random_actions(num_envs: int, convert: Callable = np.asarray, **settings) -> Iterator:
+    """Sets of int64 actions (N,), each as `convert` makes it with `settings`: for a device, say."""
     generator = np.random.default_rng(1)
-    return cycle([convert(generator.integers(0, 2, num_envs)) for _ in range(POOL)])
-
-
-def random_action_tensors(num_envs: int, device: torch.device) -> Iterator[torch.Tensor]:
-    return random_actions(num_envs, partial(torch.as_tensor, device=device))
+    return cycle([convert(generator.integers(0, 2, num_envs), **settings) for _ in range(POOL)])
 
 
 def waiting(device: torch.device) -> Callable[[], object]:
@@ -132,7 +128,7 @@ def of_tensors(device_type: str, compiled: bool, num_envs: int) -> Iterator[Step
     device = torch.device(device_type)
     envs = CartPole(num_envs, device)
     envs.reset(seed=1)
-    step, actions = envs.step, random_action_tensors(num_envs, device)
+    step, actions = envs.step, random_actions(num_envs, torch.tensor, device=device)
     if compiled:
         torch._dynamo.reset()
         step = torch.compile(step, fullgraph=True, dynamic=False)
@@ -163,7 +159,7 @@ def of_kernel(device_type: str, threads: int, num_envs: int) -> Iterator[Stepper
     device = torch.device(device_type)
     envs = KernelCartPole(num_envs, device, threads_per_block=threads)
     envs.reset(seed=1)
-    actions = random_action_tensors(num_envs, device)
+    actions = random_actions(num_envs, torch.tensor, device=device)
     if device.type == "cpu":
         yield Stepper(lambda: envs.step(next(actions)))
     else:
