@@ -777,12 +777,14 @@ def main(args: Args) -> Path:
                 batch, metrics = agent.prepare(rollout), []
                 for _ in range(args.update_epochs):
                     metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
-                explained = 1 - ((batch.returns - batch.values).var() / batch.returns.var()).item()
-                losses = metrics[-1][-1].tolist()  # of the last minibatch, but clipfrac of all
-                losses[-1] = torch.cat(metrics)[:, -1].mean().item()
                 agent.model.observe(batch)
-                found = rollout.episode_returns[rollout.ended].nanmean().item()
-                episodic_return = episodic_return if math.isnan(found) else found
+                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
+                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
+                known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
+                of_ended = torch.stack(rollout[-2:]).where(known, math.nan).nanmean(dim=(1, 2))
+                overflows = envs.physics.overflow.count_nonzero()  # worlds without room
+                numbers = torch.stack([*losses, explained, *of_ended, envs.broken, overflows])
+                *losses, explained, returns, length, broken, overflows = numbers.tolist()  # waits
 
             # 3. Log.
             with watch.stage("logging"):
@@ -797,12 +799,11 @@ def main(args: Args) -> Path:
                 writer.add_scalar("losses/explained_variance", explained, global_step)
                 for tag, value in zip(METRICS, losses, strict=True):
                     writer.add_scalar(f"losses/{tag}", value, global_step)
-                if not math.isnan(found):
+                if not math.isnan(returns):
+                    episodic_return = returns
                     writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                    length = rollout.episode_lengths[rollout.ended].mean().item()
                     writer.add_scalar("charts/episodic_length", length, global_step)
-                writer.add_scalar("charts/broken_worlds", envs.broken.item(), global_step)
-                overflows = envs.physics.overflow.count_nonzero().item()  # worlds without room
+                writer.add_scalar("charts/broken_worlds", broken, global_step)
                 writer.add_scalar("charts/contact_overflows", overflows, global_step)
                 bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                 bar.update(global_step - bar.n)
