@@ -310,6 +310,8 @@ class CPhysics:
     """N worlds in MuJoCo's C engine: on the CPU, in float64, stepped by a thread per core."""
 
     def __init__(self, env: gym.Env, num_envs: int, reads: tuple[str, ...], device: torch.device):
+        if num_envs * 500e3 > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise SystemExit(f"--num-envs: {num_envs:,} worlds of 0.5 MB each do not fit in memory")
         self.model, self.frame_skip = env.model, env.frame_skip
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET  # it would hide NaN
         self.worlds = [mujoco.MjData(env.model) for _ in range(num_envs)]

@@ -326,6 +326,7 @@ def test_what_a_user_gets_wrong(module, monkeypatch):
     for flags, said in (
         ({"env_id": "Reacher-v5"}, "--env-id: Reacher-v5 is none of HalfCheetah-v5, "),
         ({"num_envs": 0}, "--num-envs: 0 is out of range"),
+        ({"num_envs": 10**9, "total_timesteps": 10**11}, "--num-envs: 1,000,000,000 worlds of"),
         ({"gamma": math.nan}, "--gamma: nan is out of range"),
         *([({"num_envs": 7, "num_steps": 5}, "--num-minibatches")] * hasattr(module, "PPO")),
     ):
