@@ -1,14 +1,15 @@
 """Soft Actor-Critic (SAC) on thousands of MuJoCo worlds in one batch: the baseline.
 
-    python leanrl/sac_mujoco_gpu.py --eval-every 500000   # 64 HalfCheetahs, 5 M steps
-    python leanrl/sac_mujoco_gpu.py --num-envs 4096 --batch-size 8192  # for a GPU, on mujoco_warp
+    python leanrl/sac_mujoco_gpu.py --eval-every 500000             # 64 HalfCheetahs, 5 M steps
+    python leanrl/sac_mujoco_gpu.py --num-envs 4096 --utd-ratio 0.001 --batch-size 8192 \\
+        --buffer-size 10_000_000                                     # for a GPU, on mujoco_warp
 
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
-evaluated. Otherwise it is sac_continuous_action.py, but for two defaults, after FastTD3
-(arXiv:2505.22642): an update for every 16 environment steps, and one step of the policy for every
-two updates. Replay is on the device. Its twin sac_mujoco_gpu_torchcompile.py is this file with the
-hunks marked `# speed:`.
+evaluated. Otherwise it is sac_continuous_action.py with two differences, after FastTD3
+(arXiv:2505.22642): 16 environment steps for each update instead of one, and one policy step for
+every two updates instead of two. Replay is on the device, too. Its twin
+sac_mujoco_gpu_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: N environments, B batch, O observation, A action.
 """
 
@@ -729,7 +730,7 @@ def main(args: Args) -> Path:
     agent = SAC(args, obs_dim, action_space, device)
     rb = ReplayBuffer(args, obs_dim, action_dim, device)
     metrics, episodic_return = torch.zeros(len(METRICS), device=device), math.nan
-    ended = torch.zeros(3, device=device)  # episodes since the last row: returns, lengths, how many
+    totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
 
     def update(batch: Batch, actor_due: bool, target_due: bool) -> None:
         metrics[:5] = agent.update_critic(batch, torch.randn_like(batch.actions))
@@ -803,7 +804,7 @@ def main(args: Args) -> Path:
                 obs = next_obs
                 known = infos["_episode"] & infos["episode"]["r"].isfinite()  # not the first ones
                 of_each = *infos["episode"].values(), torch.ones_like(rewards)
-                ended += torch.where(known, torch.stack(of_each), 0).sum(dim=1)
+                totals += torch.where(known, torch.stack(of_each), 0).sum(dim=1)
             global_step += args.num_envs
 
             # 5. Log.
@@ -814,12 +815,12 @@ def main(args: Args) -> Path:
                     raise SystemExit(f"step {global_step:,}: losses are not finite: {row}")
             if due(LOG_EVERY * args.num_envs):
                 with watch.stage("logging"):
-                    returns, lengths, episodes = ended.tolist()
-                    ended.zero_()
-                    if episodes:
-                        episodic_return = returns / episodes
+                    returns, lengths, count = totals.tolist()
+                    totals.zero_()
+                    if count:
+                        episodic_return = returns / count
                         writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                        writer.add_scalar("charts/episodic_length", lengths / episodes, global_step)
+                        writer.add_scalar("charts/episodic_length", lengths / count, global_step)
                     sps, steady_sps = watch.speed(global_step - start_step)
                     writer.add_scalar("charts/SPS", sps, global_step)
                     if steady_sps:

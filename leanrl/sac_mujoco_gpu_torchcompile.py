@@ -810,7 +810,7 @@ def main(args: Args) -> Path:
     agent = SAC(args, obs_dim, action_space, device)
     rb = ReplayBuffer(args, obs_dim, action_dim, device)
     metrics, episodic_return = torch.zeros(len(METRICS), device=device), math.nan
-    ended = torch.zeros(3, device=device)  # episodes since the last row: returns, lengths, how many
+    totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
 
     def update(batch: Batch, actor_due: bool, target_due: bool) -> None:
         metrics[:5] = agent.update_critic(batch, torch.randn_like(batch.actions))
@@ -904,7 +904,7 @@ def main(args: Args) -> Path:
                 obs = next_obs
                 known = infos["_episode"] & infos["episode"]["r"].isfinite()  # not the first ones
                 of_each = *infos["episode"].values(), torch.ones_like(rewards)
-                ended += torch.where(known, torch.stack(of_each), 0).sum(dim=1)
+                totals += torch.where(known, torch.stack(of_each), 0).sum(dim=1)
             global_step += args.num_envs
 
             # 5. Log.
@@ -915,12 +915,12 @@ def main(args: Args) -> Path:
                     raise SystemExit(f"step {global_step:,}: losses are not finite: {row}")
             if due(LOG_EVERY * args.num_envs):
                 with watch.stage("logging"):
-                    returns, lengths, episodes = ended.tolist()
-                    ended.zero_()
-                    if episodes:
-                        episodic_return = returns / episodes
+                    returns, lengths, count = totals.tolist()
+                    totals.zero_()
+                    if count:
+                        episodic_return = returns / count
                         writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                        writer.add_scalar("charts/episodic_length", lengths / episodes, global_step)
+                        writer.add_scalar("charts/episodic_length", lengths / count, global_step)
                     sps, steady_sps = watch.speed(global_step - start_step)
                     writer.add_scalar("charts/SPS", sps, global_step)
                     if steady_sps:
