@@ -189,6 +189,8 @@ ON_POLICY = {"num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
 PPO = ON_POLICY | {"env_id": "Pendulum-v1", "total_timesteps": 16 * 8}
 TENSORS = ON_POLICY | {"num_envs": 64, "total_timesteps": 64 * 16 * 8}
 ATARI = ON_POLICY | {"num_envs": 4, "total_timesteps": 4 * 16 * 6}
+WORLDS = {"env_id": "InvertedPendulum-v5", "physics": "c", "num_envs": 8, "utd_ratio": 0.25}
+WORLDS |= {"batch_size": 32, "learning_starts": 200, "buffer_size": 1000, "total_timesteps": 1200}
 SAC, TD3 = "sac_continuous_action", "td3_continuous_action"
 GROUPS = {
     "fast": {
@@ -207,6 +209,7 @@ GROUPS = {
         "PPO, --target-kl": ("ppo_continuous_action", PPO | {"target_kl": 1e-9}),
         "CartPole, --target-kl": ("ppo_cartpole_gpu", TENSORS | {"target_kl": 1e-9}),
         "MuJoCo": ("ppo_mujoco_gpu", TENSORS | {"env_id": "Hopper-v5", "physics": "c"}),
+        "SAC, MuJoCo": ("sac_mujoco_gpu", WORLDS),
         "Atari": ("ppo_atari_envpool", ATARI),
         "Atari, --bf16": ("ppo_atari_envpool", ATARI | {"bf16": True}),
         "Atari, --channels-last": ("ppo_atari_envpool", ATARI | {"channels_last": True}),
