@@ -9,7 +9,7 @@ bash run.sh                      the quick speed-up table and figures in minutes
 bash run.sh --full               the published ones: every script and row, 3 seeds at full length;
                                  finished runs are kept. Both take --only GLOB (of 'SCRIPT ROW'),
                                  --seeds N, --steps N and --out FOLDER
-bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo or ppo_atari
+bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo, ppo_mujoco ...
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in minutes
 bash run.sh gpu [arguments]      with a GPU: its tests, the quick table, profiles, then the study
 bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them

@@ -26,6 +26,7 @@ LEARNED = [  # record, what ran, what others have published
     ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
     ("ppo_mujoco_halfcheetah_1m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
+    ("sac_mujoco_halfcheetah_1m_cpu", "SAC on MuJoCo's worlds, variant", ""),
     ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
     ("ppo_cartpole_learning_cpu", "PPO on CartPoles, variant", "500 is the most"),
 ]
@@ -77,7 +78,7 @@ def field() -> str:
     """Against other libraries, a line per algorithm."""
     heading = ["algorithm", "Stable-Baselines3", "SBX (JAX)", "baseline", "eager", "`--compile`"]
     table = [[*heading, "of Stable-Baselines3", "rounds"]]
-    for name in ("sac", "td3", "ppo", "ppo_atari"):
+    for name in ("sac", "td3", "ppo", "ppo_mujoco", "ppo_atari"):
         found = record(f"{name}_field_cpu")
         rows = {row["entrant"]: row for row in found["rows"]}
         best = max((row for row in rows.values() if "LeanRL" in row["entrant"]), key=ratio)
@@ -86,7 +87,7 @@ def field() -> str:
             with_range(rows[e]["sps_steady"], "median") if e in rows else "-" for e in entrants
         ]
         rounds = str(rows["LeanRL baseline"]["runs"])
-        title = name.upper().replace("_ATARI", " for Atari")
+        title = name.upper().replace("_ATARI", " for Atari").replace("_MUJOCO", " on 64 worlds")
         table.append([title, *cells, f"**{ratio(best):.2f}x**", rounds])
     said = "Environment steps/s: median and range of rounds in turns (`*_field_cpu.md`; "
     said += "`bash run.sh field --algorithm td3` makes such a record). Atari with "

@@ -8,9 +8,10 @@ Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the va
 variant with --compile: HalfCheetah-v5, one environment, the same number of steps. SAC and TD3: one
 update per step on 256 transitions, networks of 256-256, the first 500 steps random. PPO: rollouts
 of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours normalizes observations
-and rewards. PPO for Atari: Breakout, 8 games, rollouts of 128 steps, 4 epochs of 4 minibatches,
-clipping at 0.1, the network of Mnih et al.; ours on EnvPool, Stable-Baselines3 on its own Atari
-environments, SBX not at all. All else is each library's default. One process at a time, in rounds
+and rewards. PPO on MuJoCo's worlds: ours on 64, the library on one. PPO for Atari: Breakout, 8
+games, rollouts of 128 steps, 4 epochs of 4 minibatches, clipping at 0.1, the network of Mnih et al;
+ours on EnvPool, Stable-Baselines3 on its own Atari environments. Neither with SBX. All else is each
+library's default. One process at a time, in rounds
 (A B C D E, A B C D E), round n with seed n. All use as many threads as they choose, and a GPU if
 their build of torch or JAX has one.
 
@@ -37,6 +38,7 @@ import rounds
 import run_dirs
 
 LIBRARIES = {"Stable-Baselines3": "sb3", "SBX": "sbx"}
+SB3 = ("Stable-Baselines3",)
 OURS = {  # name -> what follows the script's name
     "LeanRL baseline": [".py"],
     "LeanRL eager": ["_torchcompile.py"],
@@ -74,16 +76,19 @@ OFF_POLICY = Algorithm(
     steady_after=1500,
     script="sac_continuous_action",
 )
+PPO = Algorithm(
+    theirs={"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}},
+    ours={},
+    steps=14 * 2048,
+    steady_after=3 * 2048,
+    script="ppo_continuous_action",
+)
+MUJOCO = {"--total-timesteps": 60 * 64 * 64}  # rollouts of 64 worlds, when others have had 14
 ALGORITHMS = {
     "sac": OFF_POLICY,
     "td3": replace(OFF_POLICY, script="td3_continuous_action"),
-    "ppo": Algorithm(
-        theirs={"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}},
-        ours={},
-        steps=14 * 2048,
-        steady_after=3 * 2048,
-        script="ppo_continuous_action",
-    ),
+    "ppo": PPO,
+    "ppo_mujoco": replace(PPO, script="ppo_mujoco_gpu", ours=MUJOCO, libraries=SB3),
     "ppo_atari": Algorithm(
         theirs={
             "learning_rate": 2.5e-4,
@@ -98,7 +103,7 @@ ALGORITHMS = {
         steady_after=3 * 1024,
         script="ppo_atari_envpool",
         env_id="Breakout-v5",
-        libraries=("Stable-Baselines3",),
+        libraries=SB3,
         rows=OURS | {"LeanRL compile, channels last": ATARI},
     ),
 }
@@ -132,7 +137,7 @@ def work(library: str, algorithm: str, steps: int, seed: int) -> None:
 
     settings, born = ALGORITHMS[algorithm], time.perf_counter()
     clock, module = Clock(), {"sb3": "stable_baselines3", "sbx": "sbx"}[library]
-    make = getattr(importlib.import_module(module), algorithm.removesuffix("_atari").upper())
+    make = getattr(importlib.import_module(module), algorithm.partition("_")[0].upper())
     env, policy = settings.env_id, "MlpPolicy"
     if algorithm == "ppo_atari":
         import ale_py
