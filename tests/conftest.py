@@ -1,5 +1,6 @@
 """Shared by all tests: the scripts as modules, the markers `slow` and `gpu`, the flag --slow."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if started in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and so by what tests start
     config.addinivalue_line("markers", "slow: takes minutes; runs with --slow")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without")
 
