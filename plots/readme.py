@@ -26,9 +26,10 @@ LEARNED = [  # record, what ran, what others have published
     ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
     ("ppo_mujoco_halfcheetah_1m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
+    ("ppo_mujoco_hopper_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("sac_mujoco_halfcheetah_1m_cpu", "SAC on MuJoCo's worlds, variant", ""),
     ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
-    ("ppo_cartpole_learning_cpu", "PPO on CartPoles, variant", "500 is the most"),
+    ("ppo_cartpole_learning_cpu", "PPO on CartPoles, baseline and variant", "500 is the most"),
 ]
 
 

@@ -11,9 +11,8 @@ of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours nor
 and rewards. PPO on MuJoCo's worlds: ours on 64, the library on one. PPO for Atari: Breakout, 8
 games, rollouts of 128 steps, 4 epochs of 4 minibatches, clipping at 0.1, the network of Mnih et al;
 ours on EnvPool, Stable-Baselines3 on its own Atari environments. Neither with SBX. All else is each
-library's default. One process at a time, in rounds
-(A B C D E, A B C D E), round n with seed n. All use as many threads as they choose, and a GPU if
-their build of torch or JAX has one.
+library's default. One process at a time, in rounds (A B C D E, A B C D E), round n with seed n. All
+use as many threads as they choose, and a GPU if their build of torch or JAX has one.
 
     steps/s         median over the rounds, and range, after the warm-up: for ours the stopwatch's
                     steady window, for the others from 1,000 steps after learning starts to the end,
@@ -39,6 +38,7 @@ import run_dirs
 
 LIBRARIES = {"Stable-Baselines3": "sb3", "SBX": "sbx"}
 SB3 = ("Stable-Baselines3",)
+WORLDS = {"--total-timesteps": 60 * 64 * 64}  # 60 rollouts of 64 steps
 OURS = {  # name -> what follows the script's name
     "LeanRL baseline": [".py"],
     "LeanRL eager": ["_torchcompile.py"],
@@ -83,12 +83,11 @@ PPO = Algorithm(
     steady_after=3 * 2048,
     script="ppo_continuous_action",
 )
-MUJOCO = {"--total-timesteps": 60 * 64 * 64}  # rollouts of 64 worlds, when others have had 14
 ALGORITHMS = {
     "sac": OFF_POLICY,
     "td3": replace(OFF_POLICY, script="td3_continuous_action"),
     "ppo": PPO,
-    "ppo_mujoco": replace(PPO, script="ppo_mujoco_gpu", ours=MUJOCO, libraries=SB3),
+    "ppo_mujoco": replace(PPO, script="ppo_mujoco_gpu", ours=WORLDS, libraries=SB3),
     "ppo_atari": Algorithm(
         theirs={
             "learning_rate": 2.5e-4,
