@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -313,7 +313,7 @@ class CPhysics:
         self.pool = ThreadPoolExecutor(len(self.parts))
         self.arrays = {name: [getattr(data, name) for data in self.worlds] for name in reads}
         self.overflow = torch.zeros(num_envs)  # its memory for contacts grows
-        self.state = SimpleNamespace()  # the same on the device, which `publish` brings up to date
+        self.state = SimpleNamespace()  # the same on the device, brought up to date
         for name, (array, *_) in self.arrays.items():
             setattr(self.state, name, torch.zeros(num_envs, *array.shape, device=device))
 
@@ -329,23 +329,18 @@ class CPhysics:
                 mujoco.mj_rnePostConstraint(self.model, data)  # contact forces, as Gymnasium does
 
         list(self.pool.map(step_worlds, self.parts))
-        self.publish(range(len(self.worlds)))
+        for name, arrays in self.arrays.items():
+            getattr(self.state, name).copy_(torch.from_numpy(np.stack(arrays)))
 
     def begin(self, ended: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
-        worlds = ended.nonzero()[:, 0].tolist()
-        for i in worlds:
+        for i in ended.nonzero()[:, 0].tolist():
             data = self.worlds[i]
             mujoco.mj_resetData(self.model, data)
             data.qpos, data.qvel = qpos[i].cpu(), qvel[i].cpu()
             mujoco.mj_forward(self.model, data)
-        if worlds:
-            self.publish(worlds)
-
-    def publish(self, worlds: Sequence[int]) -> None:
-        for name, arrays in self.arrays.items():
-            state, rows = getattr(self.state, name), np.stack([arrays[i] for i in worlds])
-            state[worlds] = torch.from_numpy(rows).to(state)
+            for name, arrays in self.arrays.items():
+                getattr(self.state, name)[i] = torch.from_numpy(arrays[i])
 
 
 class WarpPhysics:

@@ -322,7 +322,7 @@ class CPhysics:
         self.pool = ThreadPoolExecutor(len(self.parts))
         self.arrays = {name: [getattr(data, name) for data in self.worlds] for name in reads}
         self.overflow = torch.zeros(num_envs)  # its memory for contacts grows
-        self.state = SimpleNamespace()  # the same on the device, which `publish` brings up to date
+        self.state = SimpleNamespace()  # the same on the device, brought up to date
         for name, (array, *_) in self.arrays.items():
             setattr(self.state, name, torch.zeros(num_envs, *array.shape, device=device))
 
@@ -338,23 +338,18 @@ class CPhysics:
                 mujoco.mj_rnePostConstraint(self.model, data)  # contact forces, as Gymnasium does
 
         list(self.pool.map(step_worlds, self.parts))
-        self.publish(range(len(self.worlds)))
+        for name, arrays in self.arrays.items():
+            getattr(self.state, name).copy_(torch.from_numpy(np.stack(arrays)))
 
     def begin(self, ended: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
-        worlds = ended.nonzero()[:, 0].tolist()
-        for i in worlds:
+        for i in ended.nonzero()[:, 0].tolist():
             data = self.worlds[i]
             mujoco.mj_resetData(self.model, data)
             data.qpos, data.qvel = qpos[i].cpu(), qvel[i].cpu()
             mujoco.mj_forward(self.model, data)
-        if worlds:
-            self.publish(worlds)
-
-    def publish(self, worlds: Sequence[int]) -> None:
-        for name, arrays in self.arrays.items():
-            state, rows = getattr(self.state, name), np.stack([arrays[i] for i in worlds])
-            state[worlds] = torch.from_numpy(rows).to(state)
+            for name, arrays in self.arrays.items():
+                getattr(self.state, name)[i] = torch.from_numpy(arrays[i])
 
 
 class WarpPhysics:
@@ -806,9 +801,9 @@ def main(args: Args) -> Path:
 
     envs = MuJoCoEnvs(args.env_id, args.num_envs, device, args.physics)
     obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
-    action_dim = action_space.shape[0]
+    shape = args.num_envs, action_space.shape[0]  # of the actions of a step
     agent = SAC(args, obs_dim, action_space, device)
-    rb = ReplayBuffer(args, obs_dim, action_dim, device)
+    rb = ReplayBuffer(args, obs_dim, shape[1], device)
     metrics, episodic_return = torch.zeros(len(METRICS), device=device), math.nan
     totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
 
@@ -878,11 +873,9 @@ def main(args: Args) -> Path:
             # 1. Act: uniformly at random at first, then by the policy.
             with watch.stage("inference"):
                 if global_step < args.learning_starts:
-                    actions = envs.low + (envs.high - envs.low) * torch.rand(
-                        args.num_envs, action_dim, device=device
-                    )
+                    actions = envs.low + (envs.high - envs.low) * torch.rand(shape, device=device)
                 else:
-                    actions = agent.act(obs, torch.randn(args.num_envs, action_dim, device=device))
+                    actions = agent.act(obs, torch.randn(shape, device=device))
 
             # 2. Learn from what the replay buffer holds.
             due_updates = int((global_step + args.num_envs - args.learning_starts) * args.utd_ratio)
