@@ -587,11 +587,11 @@ def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None
     path.with_suffix(".partial").replace(path)
 
 
-def load(run_dir: Path) -> dict:
-    """The checkpoint of a run, its tensors on the CPU."""
-    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    if checkpoint["script"] != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
-        raise SystemExit(f"--resume: {run_dir} is no run of this version of {SCRIPT}")
+def load(path: Path) -> dict:
+    """What `save` has written, its tensors on the CPU."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
+    if checkpoint.get("script") != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
+        raise SystemExit(f"--resume: {path.parent} has no checkpoint of this version of {SCRIPT}")
     return checkpoint
 
 
@@ -601,7 +601,7 @@ def main(args: Args) -> Path:
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
         if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
             signal.signal(number, signal.default_int_handler)
-    checkpoint = load(Path(args.resume)) if args.resume else None
+    checkpoint = load(Path(args.resume, "checkpoint.pt")) if args.resume else None
     start_step = global_step = checkpoint["global_step"] if checkpoint else 0
     batch_size = args.num_envs * args.num_steps
     total_timesteps = args.total_timesteps // batch_size * batch_size
@@ -756,5 +756,5 @@ def main(args: Args) -> Path:
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if args.resume:  # flags that are not given stay as they were
-        args = tyro.cli(Args, default=Args(**load(Path(args.resume))["args"]))
+        args = tyro.cli(Args, default=Args(**load(Path(args.resume, "checkpoint.pt"))["args"]))
     main(args)

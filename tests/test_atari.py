@@ -372,7 +372,7 @@ def test_whole_iterations_agree(backend, monkeypatch):  # noqa: F811
     for module, more in (baseline, {}), (variant, {}), (variant, {"compile": True}):
         counts.clear()
         run_dir = train(module, **flags, **more, exp_name=str(len(found)))
-        found.append((module.load(run_dir), read_scalars(run_dir)))
+        found.append((module.load(run_dir / "checkpoint.pt"), read_scalars(run_dir)))
     assert len(counts) == 3 and counts[1] == counts[2], counts
     (expected, rows), *others = found
     for checkpoint, its_rows in others:
@@ -391,11 +391,11 @@ def test_differing_hunks_are_marked():
 def test_graphed_runs_agree_with_eager(flags):
     """Rollouts before, at and after the capture of every graph."""
     flags = flags | {"total_timesteps": 128 * 5, "save_model": True}
-    eager = variant.load(train(variant, **flags, exp_name="eager"))["agent"]
+    eager = variant.load(train(variant, **flags, exp_name="eager") / "checkpoint.pt")["agent"]
     for compiled in (False, True):
         name = f"graphed-{compiled}"
         graphed = train(variant, **flags, cudagraphs=True, compile=compiled, exp_name=name)
-        for name, x in variant.load(graphed)["agent"].items():
+        for name, x in variant.load(graphed / "checkpoint.pt")["agent"].items():
             tolerance = 0.05 if "bf16" in flags else 1e-2
             torch.testing.assert_close(x, eager[name], atol=tolerance, rtol=0)
 
@@ -461,7 +461,7 @@ def test_evaluation_changes_nothing_and_a_run_goes_on_with_new_games(module, cap
     flags = {"total_timesteps": 256, "save_model": True, "eval_episodes": 1, "update_epochs": 1}
     part = train(module, **flags, exp_name="part")
     evaluated = train(module, **flags, exp_name="evaluated", eval_every=128)
-    before, other = module.load(part), module.load(evaluated)
+    before, other = module.load(part / "checkpoint.pt"), module.load(evaluated / "checkpoint.pt")
     assert_near(before["agent"], other["agent"])
     agent = module.PPO(module.Args(**SMALL), A, CPU)
     agent.load_state_dict(other["agent"])
@@ -482,7 +482,7 @@ def test_evaluation_changes_nothing_and_a_run_goes_on_with_new_games(module, cap
     assert resumed == part and "resumed at step 256, with fresh episodes" in capsys.readouterr().err
     for name, state in restored.items():
         torch.testing.assert_close(state, before[name], atol=0, rtol=0)
-    assert module.load(part)["global_step"] == 512
+    assert module.load(part / "checkpoint.pt")["global_step"] == 512
     assert [step for step, _ in read_scalars(part)["charts/learning_rate"]] == [128, 256, 384, 512]
     assert (part / "config.json").exists() and (part / "stages_256.json").exists()
     with pytest.raises(SystemExit, match="nothing left to do"):

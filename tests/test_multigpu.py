@@ -171,7 +171,9 @@ def test_two_processes_compute_what_one_does(module, flags, rollouts, tmp_path):
     stages = json.loads((run_dir / "stages.json").read_text())
     assert stages["window"]["env_steps"] == ROLLOUT * max(rollouts - 3, 0) or rollouts <= 3
 
-    assert_close(single.load(alone), module.load(run_dir), 1e-10)
+    assert_close(
+        single.load(alone / "checkpoint.pt"), module.load(run_dir / "checkpoint.pt"), 1e-10
+    )
     assert_same_rows(alone, run_dir)
     ranks = [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     assert_close(*ranks, 0)  # bit for bit
@@ -222,7 +224,7 @@ def assert_one_process_is_the_script_for_one(module, reference, flags, **speed):
         runs.append(train(each, **whole, **more, resume=str(run_dir)))
     graphs = 4 if module is variant else 0  # acting, advantages, gradient, step
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
-    one, other = reference.load(runs[0]), module.load(runs[1])
+    one, other = reference.load(runs[0] / "checkpoint.pt"), module.load(runs[1] / "checkpoint.pt")
     assert_close(one, other, 1e-6)
     assert other["global_step"] == ROLLOUT * 2
     torch.testing.assert_close(one["optimizers"], other["optimizers"], atol=1e-6, rtol=0)
@@ -251,11 +253,15 @@ def test_advantages_are_normalized_by_what_all_have(norm_adv):
 def test_graphed_runs_agree_with_eager(flags):
     """One process and NCCL: rollouts before, at and after the capture of every graph."""
     flags = SMALL | flags | {"total_timesteps": ROLLOUT * 5, "cuda": True}
-    eager = variant.load(variant.main(variant.Args(**flags, exp_name="eager")))
+    eager = variant.load(variant.main(variant.Args(**flags, exp_name="eager")) / "checkpoint.pt")
     for compiled in (False, True):
         name = f"graphed-{compiled}"
         args = variant.Args(**flags, cudagraphs=True, compile=compiled, exp_name=name)
-        assert_close(eager, variant.load(variant.main(args)), 0.05 if "bf16" in flags else 1e-2)
+        assert_close(
+            eager,
+            variant.load(variant.main(args) / "checkpoint.pt"),
+            0.05 if "bf16" in flags else 1e-2,
+        )
 
 
 def test_differing_hunks_are_marked():
@@ -284,7 +290,7 @@ def test_the_others_end_when_a_process_is_killed(killed):
     assert said_by_ranks(err) == [f"rank {1 - killed}: another process is gone"]
     assert 'multigpu_worker.py", line' not in err  # torchrun's own traceback is all
     (run_dir,) = Path("runs").iterdir()
-    assert baseline.load(run_dir)["global_step"] == ROLLOUT
+    assert baseline.load(run_dir / "checkpoint.pt")["global_step"] == ROLLOUT
     assert (run_dir / "stages.json").exists() == (killed == 1)
 
 
@@ -303,7 +309,7 @@ def test_an_interrupt_ends_all_cleanly():
     assert all(line[8:] in ("interrupted after", "another process is gone") for line in said), err
     assert "leanrl/ppo" not in "".join(line for line in err.splitlines() if "File " in line), err
     (run_dir,) = Path("runs").iterdir()
-    assert (run_dir / "stages.json").exists() and baseline.load(run_dir)
+    assert (run_dir / "stages.json").exists() and baseline.load(run_dir / "checkpoint.pt")
 
 
 @pytest.mark.slow
@@ -316,7 +322,7 @@ def test_torchrun_restarts_a_run_that_lost_a_process():
     (run_dir,) = Path("runs").iterdir()
     for rank in range(2):
         assert f"rank {rank}: resumed at step 128, with fresh episodes" in err
-    assert baseline.load(run_dir)["global_step"] == total
+    assert baseline.load(run_dir / "checkpoint.pt")["global_step"] == total
     steps = {step for step, _ in read_scalars(run_dir)["charts/learning_rate"]}
     assert steps == set(range(ROLLOUT, total + 1, ROLLOUT))
     assert json.loads((run_dir / "config_128.json").read_text())["processes"] == 2
@@ -347,7 +353,10 @@ def test_two_processes_resume_what_one_has_begun(tmp_path):
     with torchrun(*ask(baseline, flags, out=str(tmp_path))) as process:
         status, err = finish(process)
     assert status == 0, err
-    expected, found = baseline.load(Path("alone")), baseline.load(part)
+    expected, found = (
+        baseline.load(Path("alone/checkpoint.pt")),
+        baseline.load(part / "checkpoint.pt"),
+    )
     assert found["global_step"] == ROLLOUT * 4
     assert_close(expected, found, 1e-10)
     torch.testing.assert_close(expected["optimizers"], found["optimizers"], atol=1e-10, rtol=0)

@@ -503,7 +503,7 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
             values = [value for _, value in scalars[f"losses/{name}"]]
             assert values == pytest.approx(expected[:, i].tolist(), rel=1e-5)
     module = baseline if more is None else variant
-    assert module.load(run_dir)["global_step"] == 1792
+    assert module.load(run_dir / "checkpoint.pt")["global_step"] == 1792
 
 
 def test_a_resumed_run_goes_on_from_what_was_saved(module, capsys, monkeypatch):

@@ -253,15 +253,19 @@ def test_what_cannot_be_resumed_is_said_in_one_line(module, monkeypatch):
     assert message == "--resume: nothing left to do, 110 steps are done"
     assert {path.name: path.read_bytes() for path in run_dir.iterdir()} == files
 
-    message = f"--resume: {run_dir} is no run of this version of {Path(module.__file__).name}"
+    message = f"--resume: {run_dir} has no checkpoint of this version of "
+    message += Path(module.__file__).name
     checkpoint = read_checkpoint(run_dir)
     changes = {"script": "another.py"}, {"args": checkpoint["args"] | {"new": 1}}, {"args": {}}
-    for change in changes:
-        torch.save(checkpoint | change, run_dir / "checkpoint.pt")
+    for change in (*changes, None):
+        if change:
+            torch.save(checkpoint | change, run_dir / "checkpoint.pt")
+        else:  # as a run leaves it that was not asked for a checkpoint
+            (run_dir / "checkpoint.pt").unlink()
         assert stopped(module, total_timesteps=200, resume=str(run_dir)) == message
         with pytest.raises(SystemExit, match=re.escape(message)):
             command_line(monkeypatch, module, "--resume", str(run_dir))
-    assert len(list(run_dir.iterdir())) == len(files)
+    assert len(list(run_dir.iterdir())) == len(files) - 1
 
 
 # How a run ends
@@ -322,7 +326,7 @@ def test_a_run_killed_at_random_moments_can_always_go_on(monkeypatch):
         assert process.exitcode is not None
         partial = Path(run_dir, "checkpoint.partial")
         assert partial.exists() or kill % 2 == 0, "not killed in the middle of writing"
-        assert baseline.load(Path(run_dir))["global_step"] % 50 == 0
+        assert baseline.load(Path(run_dir, "checkpoint.pt"))["global_step"] % 50 == 0
     step = read_checkpoint(Path(run_dir))["global_step"]
     process = start(step + 120)
     process.join(PATIENCE)

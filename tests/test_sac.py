@@ -210,7 +210,7 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
         values = [value for _, value in scalars[f"losses/{name}"]]
         assert len(set(values)) > 1, f"{name} never changed: no update happened"
     module = baseline if more is None else variant
-    assert module.load(run_dir)["global_step"] == 700
+    assert module.load(run_dir / "checkpoint.pt")["global_step"] == 700
     assert not (run_dir / "checkpoint.partial").exists()
 
 

@@ -233,7 +233,7 @@ def test_whole_iterations_agree(smooth, backend, monkeypatch):
     found = []
     for module, more in (baseline, {}), (variant, {}), (variant, {"compile": True}):
         run_dir = module.main(module.Args(**flags, **more, exp_name=str(len(found))))
-        found.append((module.load(run_dir), read_scalars(run_dir)))
+        found.append((module.load(run_dir / "checkpoint.pt"), read_scalars(run_dir)))
     (expected, rows), *others = found
     assert len(rows["losses/qf_loss"]) == 8 and len(rows["charts/episodic_return"]) == 20
     for checkpoint, its_rows in others:
