@@ -122,16 +122,14 @@ class Stopwatch:
         return env_steps / (now - self.born), self.warmup_seconds and steady
 
     def report(self, path):
-        """Writes the report to `path` and a trace beside it, then prints a table -> the report."""
+        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
         self.course.close()  # gives up a trace that is not complete
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": self.trace}
+        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
+        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
         report["wall_seconds"] = perf_counter() - self.born
         report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        if self.trace:
-            self.trace["file"] = path.name.replace("stages", "trace") + ".gz"
-            self.profiler.export_chrome_trace(str(path.with_name(self.trace["file"])))
         path.write_text(json.dumps(report, indent=2))
-        steps = max(report["window"]["env_steps"], 1) / 1e6
+        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
         lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
         for name, stage in report["stages"].items():
             seconds, span = stage["seconds"], stage["gpu_span_seconds"]
@@ -140,6 +138,8 @@ class Stopwatch:
         numbers = (report | report["gpu"]).items()
         lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
         print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
+        if trace:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
         return report
 
     def _course(self, warmup_steps, trace_after, trace_iterations):

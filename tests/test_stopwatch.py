@@ -100,11 +100,13 @@ def test_the_steady_window_leaves_out_warm_up_and_evaluation(mode, clock, tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["off", "time", "trace"])
-def test_a_run_that_never_leaves_its_warm_up_reports_what_it_did(mode, clock, tmp_path):
+def test_a_run_that_never_leaves_its_warm_up_reports_what_it_did(mode, clock, tmp_path, capsys):
     watch = Stopwatch(CPU, mode, warmup_steps=1000)
     spend(watch, clock, simulation=2.0)
     report = watch.report(tmp_path / "stages.json")  # without any tick
     assert report["sps_steady"] is None and report["sps_inclusive"] == 0.0
+    row = ["simulation", "2.00", "nan"]  # nothing is per step where there was none
+    assert mode == "off" or row in [line.split() for line in capsys.readouterr().err.splitlines()]
     watch = Stopwatch(CPU, mode, warmup_steps=1000)
     spend(watch, clock, simulation=2.0, evaluation=1.0)
     watch.tick(10)
@@ -190,6 +192,20 @@ def test_a_trace_loses_nothing_and_is_written_only_when_whole(iterations, tmp_pa
     (whole,) = (event for event in events if event["name"] == "stopwatch:untracked")
     adds = [event["ts"] for event in events if event["name"] == "aten::add"]
     assert sum(whole["ts"] < at < whole["ts"] + whole["dur"] for at in adds) == 5
+
+
+def test_ctrl_c_while_the_trace_is_written_leaves_the_report(tmp_path, capsys):
+    def interrupted(path):
+        assert json.loads((tmp_path / "stages.json").read_text())["trace"]["iterations"] == 1
+        assert "run directory" in capsys.readouterr().err
+        raise KeyboardInterrupt
+
+    watch = Stopwatch(CPU, "trace", trace_after=1, trace_iterations=1)
+    for step in range(1, 5):
+        watch.tick(step)
+    watch.profiler.export_chrome_trace = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        watch.report(tmp_path / "stages.json")
 
 
 # Stamping
