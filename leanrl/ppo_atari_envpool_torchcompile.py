@@ -60,7 +60,7 @@ class Args:
     channels_last: bool = False  # keep images and convolutions in the order height, width, channel
 
     env_id: str = "Breakout-v5"  # id of the game in EnvPool
-    total_timesteps: int = 10_000_000  # environment steps of the whole run, in whole rollouts
+    total_timesteps: int = 10_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 8  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 2.5e-4  # learning rate of the optimizer, at first

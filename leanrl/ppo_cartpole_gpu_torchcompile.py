@@ -57,7 +57,7 @@ class Args:
     cudagraphs: bool = False  # replay whole rollouts and epochs as CUDA graphs
 
     env_id: Literal["CartPole-v1"] = "CartPole-v1"  # the environment, in Gymnasium's words
-    total_timesteps: int = 5_000_000  # environment steps of the whole run, in whole rollouts
+    total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 4096  # environments stepped side by side
     num_steps: int = 32  # steps of a rollout in each environment
     learning_rate: float = 2.5e-3  # learning rate of the optimizer, at first

@@ -80,7 +80,7 @@ class Args:
     max_staleness: int = 1  # how many updates the weights that act are behind those that learn
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
-    total_timesteps: int = 1_000_000  # environment steps of the whole run, in whole rollouts
+    total_timesteps: int = 1_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps of a rollout in each environment
     learning_rate: float = 3e-4  # learning rate of the optimizer, at first

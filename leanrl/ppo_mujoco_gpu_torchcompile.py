@@ -53,7 +53,7 @@ class Args:
 
     env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
     physics: Literal["auto", "c", "warp"] = "auto"  # C's on a CPU and Warp's on CUDA, or this one
-    total_timesteps: int = 5_000_000  # environment steps of the whole run, in whole rollouts
+    total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
     num_steps: int = 64  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # learning rate of the optimizer, at first
