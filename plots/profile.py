@@ -33,6 +33,8 @@ ADVICE = {
     "checkpoint": "write it less often",
     "untracked": "open stages around what the loop does besides, and look again",
     "untraced": "--stopwatch trace tells whether that is Python, operators or waiting",
+    "cut": "the run ended before its trace was complete: a longer run tells whether that is "
+    "Python, operators or waiting",
     "dispatch": "operators that short are mostly overhead: torch.compile the whole function, so "
     "that it is one call",
     "arithmetic": "calls that long are arithmetic or memory: count the FLOPs, then look at "
@@ -77,8 +79,9 @@ def findings(report: dict) -> list[Finding]:
     """What the numbers say, the largest share first."""
     stages, trace, found = per_step(report, report["trace"]), report["trace"], []
     total = sum(fields["total"] for fields in stages.values())
+    untraced = "cut" if report.get("mode") == "trace" else "untraced"
     for name, fields in stages.items():
-        found += ((s / total, what, advice) for s, what, advice in of_stage(name, fields))
+        found += ((s / total, what, advice) for s, what, advice in of_stage(name, fields, untraced))
     if trace and trace["gpu_busy"] is not None:
         idle = {name: f["total"] - f.get("gpu_overlap_s", 0) for name, f in stages.items()}
         worst = sorted(idle, key=lambda name: -idle[name])[:2]
@@ -87,14 +90,14 @@ def findings(report: dict) -> list[Finding]:
     return sorted((f for f in found if f[0] >= NOTHING), key=lambda finding: -finding[0])
 
 
-def of_stage(name: str, fields: dict[str, float]) -> Iterator[Finding]:
+def of_stage(name: str, fields: dict[str, float], untraced: str) -> Iterator[Finding]:
     """Is it the simulator, Python, dispatch, launching, waiting or arithmetic? In seconds."""
     total, calls = fields["total"], fields.get("backend_calls", 0)
     python, backend = fields.get("python_s", 0), fields.get("backend_s", 0)
     made_of_operators = backend > total / 2  # environments that are tensors, perhaps with acting
     alone = name in ADVICE and not (name == "simulation" and made_of_operators)
     if alone or "python_s" not in fields:  # the latter without a trace
-        yield total, f"{name}, {short(total * 1e6)} us per step", name if alone else "untraced"
+        yield total, f"{name}, {short(total * 1e6)} us per step", name if alone else untraced
         return
     each = f"{short(calls)} operators per step of {short(1e6 * backend / (calls or 1))} us"
     if calls and backend / calls < SHORT_OPERATOR:
@@ -115,7 +118,7 @@ def notes(report: dict) -> list[str]:
     if not window.get("steady", True):
         lines.append("the warm-up did not end: compilation and random exploration are in all this")
     if window["seconds"] < 2:
-        lines.append(f"the window has {short(window['seconds'])} s only: run for longer")
+        lines.append(f"the window has {short(window['seconds'])} s only, which says little")
     if trace and (trace["inflation"] or 0) > 2:
         lines.append(f"tracing made it {trace['inflation']:.1f} times slower, small operators most")
     return lines

@@ -388,7 +388,10 @@ def test_profile_of_a_report_that_lacks_something(tmp_path, capsys):
     assert read_out(capsys, path) == (1, "", f"{path} is no report of the stopwatch\n")
     path.write_text(json.dumps(report() | {"wall_seconds": float("nan")}))
     assert "wall_seconds nan, which is no finite number" in read_out(capsys, path)[2]
-    _, said, _ = read_out(capsys, make_run(tmp_path, 1, config(), report() | {"trace": None}))
+    cut = report() | {"trace": None}  # traced, but not for long enough
+    _, said, _ = read_out(capsys, make_run(tmp_path, 1, config(), cut))
+    assert "before its trace was complete" in said and "--stopwatch trace" not in said
+    _, said, _ = read_out(capsys, make_run(tmp_path, 3, config(), cut | {"mode": "time"}))
     assert "--stopwatch trace" in said and "backpropagation, 60,000 us per step: 60%" in said
     off = report() | {"trace": None, "stages": {}}
     status, _, error = read_out(capsys, make_run(tmp_path, 2, config(), off))
