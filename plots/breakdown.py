@@ -1,6 +1,6 @@
 """Where the time goes, as RL-Scope draws it: stages, resources, layers, transitions between them.
 
-    python plots/breakdown.py runs/                 every traced run (--stopwatch trace) in runs/
+    python plots/breakdown.py runs/         every run in runs/ with a trace (--stopwatch trace)
     python plots/breakdown.py runs/A runs/B --out plots/results/breakdown_cpu
 
 Written to --out: NAME.md and NAME.json with the numbers, and NAME_stages as PNG and SVG: per script
@@ -24,7 +24,7 @@ import curves
 import matplotlib.pyplot as plt
 import run_dirs
 from matplotlib.patches import Patch
-from run_dirs import ROOT, ROWS, Run, label, per_step, read_runs, short, shown
+from run_dirs import ROOT, ROWS, Run, label, per_step, read_run, read_runs, short, shown
 from traces import CPU_LAYERS
 
 EDGES = {"edgecolor": "black", "linewidth": 0.5}
@@ -197,7 +197,7 @@ def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
     """Tables and figures of the traced ones among `runs`; the files."""
     found = reduce_all(runs)
     if not found:
-        print("no breakdown: no run was traced (--stopwatch trace)", file=sys.stderr)
+        print("no breakdown: no run has a complete trace (--stopwatch trace)", file=sys.stderr)
         return []
     chosen, rows = [run for run, _ in found], [row for _, row in found]
     machine = run_dirs.machine([run.config for run in chosen])
@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=ROOT / "plots/out/breakdown", help="NAME")
     options = parser.parse_args(arguments)
-    runs, skipped = read_runs(options.runs)
+    runs, skipped = read_runs(options.runs, lambda path: read_run(path, whole=False))
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     files = write(runs, options.out.parent, options.out.name)

@@ -1,6 +1,6 @@
 """Learning curves, and scores of sweeps.
 
-    python plots/curves.py runs/                    all finished runs in runs/
+    python plots/curves.py runs/                    all runs in runs/ and in folders there
     python plots/curves.py runs/gae_lambda --band std --target 1000
     python plots/curves.py runs/batch_size --by num_steps --where seed=1 seed=2 --x seconds
     python plots/curves.py runs/A runs/B --out plots/results/ppo_halfcheetah_learning_cpu
@@ -20,7 +20,8 @@ Written as PNG and SVG to --out:
 Lines are the mean over the runs, with --band around it and each run thin. A learning curve is the
 mean of the last --last values of the metric, linear between two of them, and ends with its run: of
 the last tenth of a run's values, 10 at most, where --last does not say otherwise. The mean is over
-the runs that have a value, bands are where two or more do. Scores are those of Agarwal et al.,
+the runs that have a value, bands are where two or more do. Runs that were interrupted are named and
+have curves, but no scores. Scores are those of Agarwal et al.,
 "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021.
 """
 
@@ -149,7 +150,7 @@ def read_any(path: Path) -> Run:
     """A run of ours or, ENV__EXP__SEED__TIME, of CleanRL; ValueError says why it is neither."""
     named = re.fullmatch("(.+)__(.+)__([0-9]+)__([0-9]+)", path.name)
     if not named or (path / "config.json").exists() or not any(path.glob("*.tfevents.*")):
-        return run_dirs.read_run(path)
+        return run_dirs.read_run(path, whole=False)
     args = {"env_id": named[1], "exp_name": named[2], "seed": int(named[3])}
     return CleanRLRun(path, {"args": args}, {})
 
@@ -395,7 +396,8 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
         print(f"no figure: these runs have no {options.metric}", file=sys.stderr)
         return []
     files = save(figure, out / f"{name}_learning")
-    steps = learning(found, series, options.metric, "steps", options.last)
+    whole = {run.path: {} if run.missing else series[run.path] for run in runs}
+    steps = learning(found, whole, options.metric, "steps", options.last)
     rows = score_lines(steps, options.target)
     if len(rows) > 1:
         files += save(draw_scores(rows, f"{what}, mean of the last {last}"), out / f"{name}_scores")
@@ -408,13 +410,15 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     runs, skipped = read_runs(options.runs, read_any)
-    for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
+    said = [f"skipped: {line}" for line in skipped]
+    said += [f"interrupted: {shown(run.path)} {run.missing}" for run in runs if run.missing]
+    for line in said:
+        print(line, file=sys.stderr)
     try:
         runs = matching(runs, options.where)
         options.by = options.by and [setting(name, runs) for name in options.by]
         if not runs:
-            raise ValueError(f"no such finished runs in {', '.join(map(str, options.runs))}")
+            raise ValueError(f"no such runs in {', '.join(map(str, options.runs))}")
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

@@ -133,9 +133,8 @@ def throughput(record: dict):
         turning = fit.get("turning")
         if turning and min(seconds) < turning < max(seconds):
             ax.plot(turning, turning / (2 * fit["flat"]), **style(arm) | diamond)
-    ax.plot(
-        [], [], color="0.3", linestyle="", label="turning point of flat + linear fit", **diamond
-    )
+    words = "turning point of flat + linear fit"
+    ax.plot([], [], color="0.3", linestyle="", label=words, **diamond)
     limits = record["bytes_per_second"].items()
     for (device, rate), dashes in zip(limits, (":", "-."), strict=False):
         label = f"limit of {device.upper()} memory: {STEP_BYTES} bytes\n"

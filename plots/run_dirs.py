@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -44,11 +44,12 @@ FREE_ARGS |= {"wandb_entity", "stopwatch", "resume"}
 
 @dataclass
 class Run:
-    """A finished run: what config.json, with machine.json, and stages.json say."""
+    """A run: what config.json, with machine.json, and stages.json say."""
 
     path: Path
     config: dict
     stages: dict
+    missing: str = ""  # to its end
 
     @property
     def script(self) -> str:
@@ -161,25 +162,29 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     return unknown | machine | config | {"cpu": cpu}
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path, whole: bool = True) -> Run:
     """The run in the directory `path`; ValueError says what is wrong with one that did not end.
 
     A resumed run has further parts, config_STEP.json and stages_STEP.json. It has ended if one of
-    them has; its speed is that of the last part with a steady window.
+    them has; its speed is that of the last part with a steady window. Unless it must be `whole`, a
+    run may also have been interrupted, or have ended in its warm-up.
     """
     parts = (re.fullmatch(r"config_(\d+)\.json", file.name) for file in path.glob("config_*.json"))
-    ended, problems = False, []
+    ended, problems, begun = False, [], []
     for before in sorted({0, *(int(part[1]) for part in parts if part)}, reverse=True):
         try:
-            run, missing = read_part(path, before)
+            run = read_part(path, before)
         except ValueError as problem:
             problems.append(problem)
             continue
-        if missing:
-            problems.append(ValueError(missing))
-        ended = ended or not missing
+        if run.missing:
+            problems.append(ValueError(run.missing))
+        ended = ended or not run.missing
         if ended and run.stages["sps_steady"]:
-            return run
+            return replace(run, missing="")
+        begun.append(run)
+    if begun and not whole:
+        return next((run for run in begun if run.stages["sps_steady"]), begun[0])
     raise (problems or [ValueError("ended before its warm-up did: no steady steps/s")])[0]
 
 
@@ -196,8 +201,8 @@ def check_numbers(value, name: str) -> None:
         raise ValueError(f"has {name} {value!r}, which is no finite number")
 
 
-def read_part(path: Path, before: int) -> tuple[Run, str]:
-    """The part of a run that began after `before` steps, and what is missing to its end, if any."""
+def read_part(path: Path, before: int) -> Run:
+    """The part of a run that began after `before` steps."""
     suffix = f"_{before}.json" if before else ".json"
     try:
         run = Run(path, read_config(path, suffix), read_json(path / f"stages{suffix}"))
@@ -209,27 +214,28 @@ def read_part(path: Path, before: int) -> tuple[Run, str]:
         for name in ("window", "stages", "gpu", "trace"):
             dict(run.stages.get(name) or {})
         whole = args.get("num_steps", 1) * args.get("num_envs", 1)  # PPO ends with a whole rollout
-        ended = steps >= 0.99 * (args["total_timesteps"] // whole * whole)
+        if steps < 0.99 * (args["total_timesteps"] // whole * whole):
+            run.missing = f"stopped after {steps} of {args['total_timesteps']} steps"
     except (KeyError, TypeError, AttributeError, ArithmeticError, IndexError):
         raise ValueError("holds the files of some other program") from None
-    return run, "" if ended else f"stopped after {steps} of {args['total_timesteps']} steps"
+    return run
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """The directories among `paths` that may be runs, and those directly below the others.
+    """The directories at or below `paths` that may be runs, in the order in which they were made.
 
-    The run of a sweep's variant is a floor below. In the order in which they were made.
+    What holds no file of a run is searched; of a sweep's variant only its last attempt.
     """
-
-    def directories(path: Path) -> set[Path]:
-        return {below for below in path.glob("*") if below.is_dir()}
-
-    found = set()
-    for path in paths:
-        files = ("config.json", "stages.json", "variant.json", "events.out.tfevents.*")
-        for each in [path] if any(any(path.glob(name)) for name in files) else directories(path):
-            of_variant = (each / "variant.json").exists()
-            found |= (of_variant and directories(each / "runs")) or {each}
+    found, left = set(), [path for path in paths if path.is_dir()]
+    files = ("config.json", "stages.json", "events.out.tfevents.*")
+    while left:
+        path = left.pop()
+        pattern = "runs/*" if (path / "variant.json").exists() else "[!.]*"
+        below = [each for each in path.glob(pattern) if each.is_dir()]
+        if below and not any(any(path.glob(name)) for name in files):
+            left += below
+        else:
+            found.add(path)
     return sorted(found, key=lambda path: (path.name.rpartition("__")[2].zfill(12), path.name))
 
 
@@ -390,12 +396,7 @@ def as_markdown(table: list[list[str]], labels: int) -> str:
 
 
 def write_report(
-    stem: Path,
-    above: list[str],
-    table: list[list[str]],
-    below: list[str],
-    record: dict,
-    labels: int = 2,
+    stem: Path, above: list[str], table: list, below: list[str], record: dict, labels: int = 2
 ) -> None:
     """Prints the report and writes it to `stem`.md and, with all numbers, `stem`.json."""
     stem.parent.mkdir(parents=True, exist_ok=True)

@@ -112,6 +112,17 @@ def test_a_resumed_run_that_did_not_end_says_why(tmp_path):
         run_dirs.read_run(path)
 
 
+def test_a_folder_of_runs_is_searched_for_runs(sweep_runs, tmp_path):
+    """Also where it lies in another folder; what a former attempt has left does not count."""
+    variant = sweep_runs / "id0"
+    make_run(variant / "attempts/1/runs", 99, config(), report())
+    (tmp_path / ".hidden").mkdir()
+    for path, count in ((tmp_path, 6), (sweep_runs, 6), (variant, 1)):
+        runs, skipped = run_dirs.read_runs([path])
+        assert len(runs) == count and not skipped
+    assert run_dirs.find_runs([tmp_path / "gone"]) == []
+
+
 def test_what_the_machine_was_stands_beside_the_run(tmp_path, monkeypatch):
     path = make_run(tmp_path, 1, config(gpu="H"), stages(80))
     run = run_dirs.read_run(path)
@@ -238,6 +249,20 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
         row["line"]: row["iqm"] for row in json.loads(out.with_name("name_scores.json").read_text())
     }
     assert rows == {line: (15.5 + 31) / 2 for line in ("baseline", "compile", "CleanRL")}
+
+
+def test_interrupted_runs_have_curves_and_no_scores(runs, tmp_path, capsys):
+    for seed, found in enumerate((stages(80, steps=500), stages(None, None, steps=100)), start=3):
+        path = make_run(runs, 10 * seed, config(seed=seed), found)
+        write_events(path, events(seed, 1)[:10])
+    add_part(path, 100, None)  # resumed, then killed
+    assert curves.main([str(runs), "--out", str(tmp_path / "c")]) == 0
+    said = capsys.readouterr().err
+    assert "interrupted: " in said and "stopped after 500 of 1000 steps" in said
+    assert "stopped after 100 of 1000 steps" in said and "skipped" not in said
+    assert "baseline (n=4)" in (tmp_path / "c_learning.svg").read_text()
+    rows = json.loads((tmp_path / "c_scores.json").read_text())
+    assert [row["runs"] for row in rows] == [2, 2]
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback(runs, tmp_path):
@@ -376,7 +401,7 @@ def test_choices_of_the_command(sweep_runs, tmp_path, capsys):
     assert "wall-clock" in text and "environment steps" not in text
     assert curves.main([str(sweep_runs), "--metric", "no/such", "--out", str(out)]) == 0
     assert "no figure: these runs have no no/such" in capsys.readouterr().err
-    for words, why in (("seed=9", "no such finished"), ("a=1", "no run has a setting 'a'")):
+    for words, why in (("seed=9", "no such runs"), ("a=1", "no run has a setting 'a'")):
         assert curves.main([str(sweep_runs), "--where", words, "--out", str(out)]) == 2
         assert why in capsys.readouterr().err
 
@@ -398,6 +423,14 @@ def test_breakdown_sums_to_the_untraced_time(runs):
         counts = {"to_simulator": 1, "to_backend": 201, "to_cuda": None}
         assert row["transitions_per_iteration"] == counts
         assert row["cpu_share"] is None and row["gpu_busy"] is None
+
+
+def test_an_interrupted_run_has_a_breakdown_if_its_trace_is_complete(tmp_path):
+    make_run(tmp_path, 1, config(), report() | stages(10.0, steps=500))
+    make_run(tmp_path, 2, config("compile"), report() | {"trace": None} | stages(10.0, steps=500))
+    assert breakdown.main([str(tmp_path), "--out", str(tmp_path / "out/b")]) == 0
+    (row,) = json.loads((tmp_path / "out/b.json").read_text())["rows"]
+    assert row["row"] == "baseline"
 
 
 def test_an_iteration_is_a_step_of_all_environments(tmp_path):
@@ -456,7 +489,7 @@ def test_figures_of_breakdown(tmp_path, capsys, gpu):
 def test_no_trace_is_one_line(tmp_path, capsys):
     make_run(tmp_path, 1, config(), stages(5))
     assert breakdown.main([str(tmp_path), "--out", str(tmp_path / "b")]) == 1
-    assert "no run was traced" in capsys.readouterr().err
+    assert "no run has a complete trace" in capsys.readouterr().err
 
 
 def test_python_finds_its_own_profile_module():

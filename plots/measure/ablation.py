@@ -45,19 +45,24 @@ def agent_of(module) -> type:
     return next(vars(module)[name] for name in ("SAC", "TD3", "PPO") if hasattr(module, name))
 
 
-def uncompiled(name: str):
-    """A patch that leaves this method of the agent as it is."""
+def once_compiled(change):
+    """A patch that calls `change(agent)` when `compile_agent` is done."""
 
     def patch(module) -> None:
         compile_agent = module.compile_agent
 
-        def compile_others(agent) -> None:
+        def compile_and_change(agent) -> None:
             compile_agent(agent)
-            vars(agent).pop(name)  # the method of the class is not compiled
+            change(agent)
 
-        module.compile_agent = compile_others
+        module.compile_agent = compile_and_change
 
     return patch
+
+
+def uncompiled(name: str):
+    """A patch that leaves this method of the agent as it is: that of the class is not compiled."""
+    return once_compiled(lambda agent: vars(agent).pop(name))
 
 
 def compile_by(module, replacement) -> None:
@@ -91,15 +96,9 @@ def patch_precision(module) -> None:
     module.torch.set_float32_matmul_precision = lambda precision: None
 
 
-def patch_tanh(module) -> None:
+def restore_tanh(agent) -> None:
     """The hyperbolic tangent of the compiler's vector library."""
-    compile_agent = module.compile_agent
-
-    def compile_otherwise(agent) -> None:
-        compile_agent(agent)
-        torch._inductor.config.cpp.use_decompose_tanh = False
-
-    module.compile_agent = compile_otherwise
+    torch._inductor.config.cpp.use_decompose_tanh = False
 
 
 # SAC and TD3
@@ -276,12 +275,11 @@ ON_POLICY = {
     "one thread": patch_threads,
     "update compiled": uncompiled("update"),
     "no guards": patch_guards,
-    "tanh by exp": patch_tanh,
+    "tanh by exp": once_compiled(restore_tanh),
 }
 # without --compile there is nothing of it
 OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compiled")
 OF_COMPILER += ("update compiled", "one thread", "no guards", "products by oneDNN", "tanh by exp")
-
 
 TRICKS = {  # (algorithm, row of the speed-up table) -> {name: patch}
     (algorithm, row): {

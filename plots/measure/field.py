@@ -66,11 +66,7 @@ class Algorithm:
 
 
 OFF_POLICY = Algorithm(
-    theirs={
-        "learning_starts": 500,
-        "batch_size": 256,
-        "policy_kwargs": {"net_arch": [256, 256]},
-    },
+    theirs={"learning_starts": 500, "batch_size": 256, "policy_kwargs": {"net_arch": [256, 256]}},
     ours={"--learning-starts": 500, "--batch-size": 256},
     steps=3000,
     steady_after=1500,

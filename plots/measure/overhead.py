@@ -32,6 +32,7 @@ import speedup
 from speedup import Job
 
 LIMIT = 0.01
+TIMES = ("off_seconds", "on_seconds")
 
 
 def commands(job: Job) -> dict[str, list[str]]:
@@ -78,10 +79,7 @@ def summarize(pairs: list[dict]) -> list[dict]:
     rows = []
     for script, row in dict.fromkeys((pair["script"], pair["row"]) for pair in pairs):
         mine = [pair for pair in pairs if (pair["script"], pair["row"]) == (script, row)]
-        means = {
-            name: statistics.fmean(pair[name] for pair in mine)
-            for name in ("off_seconds", "on_seconds")
-        }
+        means = {name: statistics.fmean(pair[name] for pair in mine) for name in TIMES}
         bias = run_dirs.spread([pair["bias"] for pair in mine])
         rows.append({"script": script, "row": row, **means, "bias": bias, "seeds": len(mine)})
     return rows
@@ -90,7 +88,7 @@ def summarize(pairs: list[dict]) -> list[dict]:
 def cells(rows: list[dict]) -> list[list[str]]:
     table = [["script", "row", "off us", "with us", "bias", "min-max", "seeds"]]
     for row in rows:
-        off, on = (run_dirs.short(1e6 * row[name]) for name in ("off_seconds", "on_seconds"))
+        off, on = (run_dirs.short(1e6 * row[name]) for name in TIMES)
         bias = row["bias"]
         line = [row["script"], row["row"], off, on, f"{bias['mean']:+.1%}"]
         table.append([*line, f"{bias['min']:+.1%} to {bias['max']:+.1%}", str(row["seeds"])])
