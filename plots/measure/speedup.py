@@ -152,9 +152,7 @@ def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
     with tempfile.TemporaryDirectory() as caches:
         for job in jobs:
             log = logs / f"{job.name.replace(' ', '-')}.log"
-            cache = Path(
-                caches, f"{job.script}-{job.row}"
-            )  # empty, so that `first` is a cold start
+            cache = Path(caches, f"{job.script}-{job.row}")  # empty: `first` is a cold start
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
             keywords = {"what": job.name, "environment": environment}
             make = partial(processes.run_and_read, job.command, log, **keywords)
@@ -204,7 +202,8 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     rows = [row for row in protocol_rows(options) if cuda or "--cudagraphs" not in ROWS[row]]
     length, seeds = ("quick", 1) if options.quick else ("full", 3)
     jobs = make_jobs(scripts, rows, options.seeds or seeds, length, options.steps)
-    jobs += make_jobs(scripts, rows, 1, "traced")
+    jobs += make_jobs(scripts, rows, 1, "traced")  # soon after the run whose speed counts
+    jobs.sort(key=lambda job: (job.seed, scripts.index(job.script), rows.index(job.row)))
     only = options.only or "*"
     return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
 
