@@ -23,7 +23,7 @@ A parameter is the script's flag of that name: 0.9 becomes --gae-lambda=0.9, Tru
 In runs/GROUP/ID/ it leaves variant.json (script, parameters, command), status.json (state, times),
 stdout.log, runs/ (the run itself) and attempts/ (what former attempts have left).
 
-A second launch skips what is finished and starts again what was stopped or lost with its launcher;
+A second launch skips what is finished, starts what waits, was stopped or lost with its launcher;
 what failed is named, and runs again with --retry-failed. One failure stops no other. Exit status 0
 if all variants are finished, 1 if one is not, 2 if the sweep makes no sense, 130 after Ctrl-C,
 which ends all runs on this machine first.
@@ -161,9 +161,9 @@ class Variant:
 
     @property
     def state(self) -> str:
-        """waiting, running, stopping, finished, failed, stopped; lost if its launcher is gone."""
+        """waiting, running, stopping, finished, failed, stopped, or lost with its launcher."""
         state = self.status.get("state", "unknown")
-        if state in ("waiting", "running", "stopping"):
+        if state in ("running", "stopping"):
             with suppress(SweepError), lock(self.folder.parent, fcntl.LOCK_SH):
                 return "lost"
         return state

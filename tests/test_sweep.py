@@ -305,17 +305,18 @@ def test_an_interrupt_leaves_no_orphan_and_the_next_launch_goes_on(place, number
 
 
 def test_a_launcher_that_is_killed_takes_its_runs_along(place):
-    path = write_sweep(place, {"n": [1, 2], "sleep": [0.0, 600.0]})
+    path = write_sweep(place, {"n": [1, 2, 3], "sleep": [0.0, 600.0]})
     launcher = launch(path, "--workers", "2")
-    wait_until(lambda: len(alive(place)) == 2 and "waiting" not in states(place))
+    wait_until(lambda: len(alive(place)) == 2 and states(place).count("finished") == 2)
     launcher.kill()
     launcher.communicate()
     wait_until(lambda: not alive(place))
-    assert states(place) == ["finished"] * 2 + ["running"] * 2  # nobody was left to say otherwise
+    # nobody was left to say otherwise
+    assert states(place) == ["finished"] * 2 + ["running"] * 2 + ["waiting"] * 2
     said = call("jobs", check=0).stdout
-    assert said.count("finished") == said.count("lost") == 2 and "running" not in said
-    call("run", write_sweep(place, {"n": [1, 2], "sleep": [0.0]}), check=0)
-    assert states(place).count("finished") == 2
+    assert said.count("finished") == said.count("lost") == said.count("waiting") == 2
+    call("run", write_sweep(place, {"n": [1, 2, 3], "sleep": [0.0]}), check=0)
+    assert states(place).count("finished") == 3
 
 
 def test_two_launchers_of_a_group_are_one_too_many(place):
