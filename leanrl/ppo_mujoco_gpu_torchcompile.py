@@ -696,10 +696,10 @@ def compile_agent(agent: PPO) -> None:
     torch._inductor.config.reorder_for_locality = False
     torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
     # no guards, which ask at each call whether the code still fits: each agent has code of its own
-    no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
     for name in ("act", "value", "prepare", "update"):
         method = getattr(type(agent), name)
         own = MethodType(FunctionType(method.__code__.replace(), globals()), agent)
+        no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}  # it gets emptied
         setattr(agent, name, torch.compile(own, fullgraph=True, options=no_guards))
 
 

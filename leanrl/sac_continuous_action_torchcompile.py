@@ -485,10 +485,10 @@ def compile_agent(agent: SAC) -> None:
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
     # no guards, which ask at each call whether the code still fits: each agent has code of its own
-    no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
     for name in ("act", "update_critic", "update_actor"):
         method = getattr(type(agent), name)
         own = MethodType(FunctionType(method.__code__.replace(), globals()), agent)
+        no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}  # it gets emptied
         setattr(agent, name, torch.compile(own, fullgraph=True, options=no_guards))
 
 

@@ -7,10 +7,12 @@ assert_hunks_are_marked. It is also why the tests of one script need no repetiti
 
 import ast
 import difflib
+import importlib
 import re
 from functools import cache
 
 import pytest
+import torch
 from conftest import ROOT
 
 ONE_PROCESS = r"(?!.*_(async|multigpu))"  # the others start theirs and share their devices
@@ -93,3 +95,22 @@ def test_blocks(pattern, begin, end):
     having = {stem: text for stem, text in sources().items() if re.match(pattern, stem)}
     missing = [stem for stem, text in having.items() if block not in text]
     assert not missing, f"{missing} lack\n{block}"
+
+
+@pytest.mark.parametrize("stem", [stem for stem in sources() if stem.endswith("_torchcompile")])
+def test_no_compiled_method_has_guards(stem, monkeypatch):
+    """torch.compile takes the filter out of the options it is given: each call needs its own."""
+
+    def compile(method, fullgraph, options):
+        filters.append(options.pop("guard_filter_fn"))
+
+    filters = []
+    monkeypatch.setattr(torch, "compile", compile)
+    if "atari" in stem:
+        pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
+    module = importlib.import_module(f"leanrl.{stem}")
+    kind = next(getattr(module, name) for name in ("PPO", "SAC", "TD3") if hasattr(module, name))
+    agent = kind.__new__(kind)
+    torch.nn.Module.__init__(agent)
+    module.compile_agent(agent)
+    assert filters and all(not any(keep([object()] * 3)) for keep in filters)
