@@ -411,8 +411,8 @@ class Adam:
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Updates the parameters in place; `gradients` in their order and shapes."""
         with torch.no_grad():
-            torch._foreach_mul_(self.beta_powers, self.betas)
-            beta1_power, beta2_power = self.beta_powers
+            beta1_power = self.beta_powers[0].mul_(self.betas[0])
+            beta2_power = self.beta_powers[1].mul_(self.betas[1])
             torch._foreach_lerp_(self.exp_avgs, gradients, 1 - self.betas[0])
             torch._foreach_mul_(self.exp_avg_sqs, self.betas[1])
             torch._foreach_addcmul_(self.exp_avg_sqs, gradients, gradients, 1 - self.betas[1])
