@@ -518,6 +518,9 @@ class TwinQ(nn.ModuleList):
         stacked, _ = torch.func.stack_module_state([first, second])
         for name, parameter in first.named_parameters():
             parameter.data = stacked[name].data
+            # a batched product's gradient comes transposed: so must lie weights and Adam's state
+            if name.endswith("weight"):
+                parameter.data = parameter.data.mT.contiguous().mT
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """obs (B, O), actions (B, A) -> values (2, B)."""
