@@ -12,10 +12,15 @@ and the run goes on. The first rollouts pay for compilation in every process: se
 warm-up, fewer with a warm cache.
 """
 
+# speed: threads that wait for each other soon go to sleep; on a core that another program shares,
+# waiting awake made SAC 18 times slower. OpenMP reads this when torch is imported
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import json
 import math
-import os
 import re
 import signal
 import sys

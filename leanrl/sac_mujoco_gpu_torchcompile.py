@@ -7,12 +7,17 @@ shapes mean; the hunks that differ start with `# speed:` and say what they buy, 
 to the letter. The first updates pay for compilation: seconds, reported as warm-up.
 """
 
+# speed: threads that wait for each other soon go to sleep; on a core that another program shares,
+# waiting awake made SAC 18 times slower. OpenMP reads this when torch is imported
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import ast
 import copy
 import json
 import math
-import os
 import re
 import signal
 import sys
