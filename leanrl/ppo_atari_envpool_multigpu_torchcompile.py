@@ -636,6 +636,9 @@ def main(args: Args) -> Path:
     watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    # speed: Adam's averages for units that are never active decay to denormal numbers, with which a
+    # CPU is ten times slower: count them as zero, in all threads that this one starts
+    torch.set_flush_denormal(args.compile)
 
     num_envs = args.num_envs // world_size
     seed = args.seed + start_step + rank * num_envs

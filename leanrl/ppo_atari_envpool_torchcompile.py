@@ -572,6 +572,9 @@ def main(args: Args) -> Path:
     watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    # speed: Adam's averages for units that are never active decay to denormal numbers, with which a
+    # CPU is ten times slower: count them as zero, in all threads that this one starts
+    torch.set_flush_denormal(args.compile)
 
     seed = args.seed + start_step
     envs = AtariEnvs(args.env_id, args.num_envs, seed, episodic_life=True, reward_clip=True)
