@@ -10,6 +10,7 @@ refuses numbers of speed outside of the regions. CleanRL's returns are its own p
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ LEARNED = [  # record, what ran, what others have published
     ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
     ("ppo_mujoco_halfcheetah_1m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
+    ("ppo_mujoco_halfcheetah_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_hopper_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("sac_mujoco_halfcheetah_1m_cpu", "SAC on MuJoCo's worlds, variant", ""),
     ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
@@ -78,7 +80,7 @@ def speedup() -> str:
 def field() -> str:
     """Against other libraries, a line per algorithm."""
     heading = ["algorithm", "Stable-Baselines3", "SBX (JAX)", "baseline", "eager", "`--compile`"]
-    table = [[*heading, "of Stable-Baselines3", "rounds"]]
+    table = [[*heading, "of Stable-Baselines3", "of SBX", "rounds"]]
     for name in ("sac", "td3", "ppo", "ppo_mujoco", "ppo_atari"):
         found = record(f"{name}_field_cpu")
         rows = {row["entrant"]: row for row in found["rows"]}
@@ -87,11 +89,14 @@ def field() -> str:
         cells = [
             with_range(rows[e]["sps_steady"], "median") if e in rows else "-" for e in entrants
         ]
-        rounds = str(rows["LeanRL baseline"]["runs"])
         title = name.upper().replace("_ATARI", " for Atari").replace("_MUJOCO", " on 64 worlds")
-        table.append([title, *cells, f"**{ratio(best):.2f}x**", rounds])
+        speeds = [{e: run["sps_steady"] for e, run in turn.items()} for turn in found["rounds"]]
+        of_sbx = [turn[best["entrant"]] / turn["SBX"] for turn in speeds if "SBX" in turn]
+        told = f"{statistics.median(of_sbx):.2f}x" if of_sbx else "-"
+        table.append([title, *cells, f"**{ratio(best):.2f}x**", told, str(len(speeds))])
     said = "Environment steps/s: median and range of rounds in turns (`*_field_cpu.md`; "
-    said += "`bash run.sh field --algorithm td3` makes such a record). Atari with "
+    said += "`bash run.sh field --algorithm td3` makes such a record), each row on one machine, "
+    said += "not all on the same. Atari with "
     said += "`--channels-last`, and its Stable-Baselines3 on that library's own environments."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 

@@ -40,11 +40,6 @@ def baseline_of(module):
     return importlib.import_module(module.__name__.removesuffix(run_dirs.VARIANT))
 
 
-def agent_of(module) -> type:
-    """The class of the algorithm."""
-    return next(vars(module)[name] for name in ("SAC", "TD3", "PPO") if hasattr(module, name))
-
-
 def once_compiled(change):
     """A patch that calls `change(agent)` when `compile_agent` is done."""
 
@@ -91,9 +86,9 @@ def patch_guards(module) -> None:
     compile_by(module, lambda compile, method, options: compile(method, fullgraph=True))
 
 
-def patch_precision(module) -> None:
-    """Matrix products by MKL wherever torch.compile would take it."""
-    module.torch.set_float32_matmul_precision = lambda precision: None
+def patch_denormals(module) -> None:
+    """Numbers below 1e-38 as PyTorch computes them."""
+    module.torch.set_flush_denormal = lambda flush: None
 
 
 def restore_tanh(agent) -> None:
@@ -138,9 +133,11 @@ def patch_replay(module) -> None:
     module.ReplayBuffer = ReplayBuffer
 
 
-def patch_target(module) -> None:
-    """A call per tensor."""
-    agent_of(module).update_target = agent_of(baseline_of(module)).update_target
+def lay_by_rows(agent) -> None:
+    """Each row of a stacked weight in one piece, as PyTorch lays it."""
+    state = agent.q_optimizer.exp_avgs + agent.q_optimizer.exp_avg_sqs
+    for tensor in (*agent.qf.parameters(), *agent.qf_target.parameters(), *state):
+        tensor.data = tensor.data.contiguous()
 
 
 def patch_optimizer(module) -> None:
@@ -257,12 +254,12 @@ OFF_POLICY = {
     "critics stacked by vmap": patch_stacking,
     "replay in one tensor, one gather": patch_replay,
     "an Adam that compiles": patch_optimizer,
-    "targets in one call": patch_target,
+    "weights laid as their gradients": once_compiled(lay_by_rows),
     "critic update compiled": uncompiled("update_critic"),
     "actor update compiled": uncompiled("update_actor"),
     "acting compiled": uncompiled("act"),
     "no guards": patch_guards,
-    "products by oneDNN": patch_precision,
+    "denormal numbers as zero": patch_denormals,
 }
 ON_POLICY = {
     "acting in NumPy": patch_acting,
@@ -278,8 +275,8 @@ ON_POLICY = {
     "tanh by exp": once_compiled(restore_tanh),
 }
 # without --compile there is nothing of it
-OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compiled")
-OF_COMPILER += ("update compiled", "one thread", "no guards", "products by oneDNN", "tanh by exp")
+OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compiled", "no guards")
+OF_COMPILER += ("denormal numbers as zero", "update compiled", "one thread", "tanh by exp")
 
 TRICKS = {  # (algorithm, row of the speed-up table) -> {name: patch}
     (algorithm, row): {
