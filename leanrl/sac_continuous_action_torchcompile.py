@@ -276,7 +276,8 @@ class TwinQ(nn.ModuleList):
         stacked, _ = torch.func.stack_module_state([first, second])
         for name, parameter in first.named_parameters():
             parameter.data = stacked[name].data
-            # a batched product's gradient comes transposed: so must lie weights and Adam's state
+            # gradients of batched products come transposed; with weights and Adam's averages laid in
+            # the same way, Adam reads all of them in order
             if name.endswith("weight"):
                 parameter.data = parameter.data.mT.contiguous().mT
 
