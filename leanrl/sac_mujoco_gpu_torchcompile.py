@@ -523,8 +523,8 @@ class TwinQ(nn.ModuleList):
         stacked, _ = torch.func.stack_module_state([first, second])
         for name, parameter in first.named_parameters():
             parameter.data = stacked[name].data
-            # gradients of batched products come transposed; with weights and Adam's averages laid in
-            # the same way, Adam reads all of them in order
+            # gradients of batched products come transposed; with weights and averages of Adam laid
+            # in the same way, all are read in order
             if name.endswith("weight"):
                 parameter.data = parameter.data.mT.contiguous().mT
 
