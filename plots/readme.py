@@ -28,6 +28,7 @@ LEARNED = [  # record, what ran, what others have published
     ("ppo_mujoco_halfcheetah_1m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_halfcheetah_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
+    ("ppo_mujoco_walker2d_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_hopper_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("sac_mujoco_halfcheetah_1m_cpu", "SAC on MuJoCo's worlds, variant", ""),
     ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
@@ -95,9 +96,8 @@ def field() -> str:
         told = f"{statistics.median(of_sbx):.2f}x" if of_sbx else "-"
         table.append([title, *cells, f"**{ratio(best):.2f}x**", told, str(len(speeds))])
     said = "Environment steps/s: median and range of rounds in turns (`*_field_cpu.md`; "
-    said += "`bash run.sh field --algorithm td3` makes such a record), each row on one machine, "
-    said += "not all on the same. Atari with "
-    said += "`--channels-last`, and its Stable-Baselines3 on that library's own environments."
+    said += "`bash run.sh field --algorithm td3` makes such a record), a machine per row. Atari "
+    said += "with `--channels-last`, and its Stable-Baselines3 on that library's own environments."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
