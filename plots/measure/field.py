@@ -3,6 +3,7 @@
     bash run.sh field                               makes .venv-field first, then calls this
     bash run.sh field --algorithm ppo --rounds 3
     python plots/measure/field.py --algorithm td3 --steps 3000 --field-python .venv-field/bin/python
+    bash run.sh field --algorithm sac_mujoco --rounds 1     what each learns in 30 minutes
 
 Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the variant eager and the
 variant with --compile: HalfCheetah-v5, one environment, the same number of steps. SAC and TD3: one
@@ -21,14 +22,23 @@ use as many threads as they choose, and a GPU if their build of torch or JAX has
     warm-up s       median seconds from the program's own start, imports done, to that window. It
                     has 1,000 steps with updates for the others and a hundred for ours (not in PPO)
 
+SAC on MuJoCo's worlds learns for 30 minutes (or --minutes), imports apart, and so does SAC with one
+environment, here and in the library:
+
+    return          of the last evaluation in that time: the mean of 10 episodes by the mean action;
+                    its median over the rounds. The record has all, with their seconds and steps
+
 Written to plots/out/: field_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
 """
 
 import argparse
 import json
+import math
 import shlex
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,6 +54,7 @@ OURS = {  # name -> what follows the script's name
     "LeanRL eager": ["_torchcompile.py"],
     "LeanRL compile": ["_torchcompile.py", "--compile"],
 }
+LEARN = ["--compile", "--eval-every"]
 ATARI = ["_torchcompile.py", "--compile", "--channels-last"]
 
 
@@ -59,6 +70,8 @@ class Algorithm:
     env_id: str = "HalfCheetah-v5"
     libraries: tuple = tuple(LIBRARIES)
     rows: dict = field(default_factory=lambda: OURS)
+    minutes: float | None = None  # then a run ends, whatever its steps
+    eval_every: int = 0  # steps, in the libraries
 
     @property
     def entrants(self) -> list[str]:
@@ -84,6 +97,20 @@ ALGORITHMS = {
     "td3": replace(OFF_POLICY, script="td3_continuous_action"),
     "ppo": PPO,
     "ppo_mujoco": replace(PPO, script="ppo_mujoco_gpu", ours=WORLDS, libraries=SB3),
+    "sac_mujoco": Algorithm(
+        theirs={},
+        ours={},
+        steps=10_000_000,
+        steady_after=1500,
+        script="sac_",
+        libraries=SB3,
+        rows={
+            "LeanRL, one environment": ["continuous_action_torchcompile.py", *LEARN, "10000"],
+            "LeanRL, 64 worlds": ["mujoco_gpu_torchcompile.py", *LEARN, "50000"],
+        },
+        minutes=30,
+        eval_every=10_000,
+    ),
     "ppo_atari": Algorithm(
         theirs={
             "learning_rate": 2.5e-4,
@@ -102,16 +129,27 @@ ALGORITHMS = {
         rows=OURS | {"LeanRL compile, channels last": ATARI},
     ),
 }
+EVALUATED = "charts/eval_return"
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")
 
 
-def work(library: str, algorithm: str, steps: int, seed: int) -> None:
+def learned(curve: list, minutes: float) -> dict:
+    """What evaluations [[seconds, steps, return], ...] say of the first `minutes`."""
+    curve = [point for point in curve if minutes and point[0] <= 60 * minutes]
+    return {"return": curve[-1][2], "curve": curve} if curve else {}
+
+
+def work(options: argparse.Namespace) -> None:
     """The worker, in the field's python: trains and prints what it measured as its last line."""
     import importlib
 
     import torch
     from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecFrameStack
 
+    library, algorithm, steps, seed = options.worker, options.algorithm, options.steps, options.seed
     if library == "sbx":
         import jax
 
@@ -121,6 +159,7 @@ def work(library: str, algorithm: str, steps: int, seed: int) -> None:
 
     class Clock(BaseCallback):
         start = None
+        curve = []
 
         def _on_step(self) -> bool:
             if self.start is None and self.num_timesteps >= settings.steady_after:
@@ -128,7 +167,11 @@ def work(library: str, algorithm: str, steps: int, seed: int) -> None:
                 self.start = time.perf_counter()
             if self.num_timesteps % 100 < self.training_env.num_envs:  # for the parent's bar
                 print(f"{self.num_timesteps}/{steps} [", file=sys.stderr, flush=True)
-            return True
+            if settings.eval_every and self.num_timesteps % settings.eval_every == 0:
+                mean_return, _ = evaluate_policy(self.model, make_vec_env(env, 10), 10)
+                seconds = time.perf_counter() - born
+                self.curve.append([seconds, self.num_timesteps, mean_return])
+            return time.perf_counter() - born < 60 * (options.minutes or math.inf)
 
     settings, born = ALGORITHMS[algorithm], time.perf_counter()
     clock, module = Clock(), {"sb3": "stable_baselines3", "sbx": "sbx"}[library]
@@ -137,8 +180,6 @@ def work(library: str, algorithm: str, steps: int, seed: int) -> None:
     if algorithm == "ppo_atari":
         import ale_py
         import gymnasium
-        from stable_baselines3.common.env_util import make_atari_env
-        from stable_baselines3.common.vec_env import VecFrameStack
 
         gymnasium.register_envs(ale_py)
         env = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", 8, seed=seed), 4)
@@ -148,6 +189,7 @@ def work(library: str, algorithm: str, steps: int, seed: int) -> None:
     result = {
         "sps_steady": (agent.num_timesteps - clock.first) / seconds,
         "warmup_seconds": clock.start - born,
+        **learned(clock.curve, options.minutes),
         "device": device,
         "torch_threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
@@ -164,6 +206,7 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     if entrant in LIBRARIES:
         flags = {"--worker": LIBRARIES[entrant], "--algorithm": options.algorithm}
         flags |= {"--steps": options.steps, "--seed": seed}
+        flags |= {"--minutes": options.minutes} if options.minutes else {}
         command = [options.field_python, "plots/measure/field.py"]
     else:
         flags = {"--env-id": settings.env_id, "--seed": seed, "--total-timesteps": options.steps}
@@ -171,7 +214,14 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         suffix, *switches = settings.rows[entrant]
         command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
     command += [str(part) for flag in flags.items() for part in flag]
-    if entrant not in LIBRARIES:
+    if entrant in settings.rows and settings.minutes:
+        with processes.logged(command, log) as child, suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=60 * options.minutes + 60)  # a minute more than it is read for
+        run = run_dirs.read_run(processes.run_directory(log), whole=False)
+        found = run_dirs.read_series(run.path, [EVALUATED])[EVALUATED]
+        curve = list(zip(found.seconds, found.steps, found.values, strict=True))
+        return processes.numbers(run, command) | learned(curve, options.minutes)
+    if entrant in settings.rows:
         return processes.numbers(processes.run_and_read(command, log, progress, what), command)
     status = processes.run_logged(command, log, progress)
     text = processes.read_log(status, log, what, Path.read_text)
@@ -181,11 +231,14 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
 
 def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
     reference = next(iter(LIBRARIES))
-    return rounds.summarize(results, "entrant", "ratio_to_sb3", dict.fromkeys(entrants, reference))
+    compared = dict.fromkeys(entrants, reference)
+    return rounds.summarize(results, "entrant", "ratio_to_sb3", compared, ("return",))
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
     columns = {"of SB3": rounds.ratio("ratio_to_sb3"), "runs": lambda row: str(row["runs"])}
+    if any(row.get("return") for row in rows):
+        columns["return"] = lambda row: rounds.middle(row["return"])
     return rounds.cells(rows, "entrant", columns)
 
 
@@ -193,21 +246,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = rounds.make_parser(__doc__)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
     parser.add_argument("--field-python", default=".venv-field/bin/python")
+    parser.add_argument("--minutes", type=float, help="of runs that end by time")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     settings = ALGORITHMS[options.algorithm]
     options.steps = options.steps or settings.steps
+    options.minutes = options.minutes or settings.minutes
     if options.steps <= settings.steady_after:
         parser.error(f"--steps {options.steps}: the first {settings.steady_after} are warm-up")
     if options.worker:
-        work(options.worker, options.algorithm, options.steps, options.seed)
+        work(options)
         return 0
     if not (run_dirs.ROOT / options.field_python).exists():
         parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
     results, failures = rounds.take_turns(settings.entrants, options, measure)
     rows = summarize(results, settings.entrants)
-    command = processes.call("field.py", options, "algorithm", "rounds", "steps")
+    command = processes.call("field.py", options, "algorithm", "rounds", "steps", "minutes")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
     above = ["Field benchmark"]
     for library in settings.libraries:

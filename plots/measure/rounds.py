@@ -107,7 +107,10 @@ def report(
         title, *others = above
         hardware, env_id = run_dirs.machine(configs), configs[0]["args"]["env_id"]
         above = [f"{title}: {record['command']}", *run_dirs.describe(hardware)]
-        above += [f"{env_id}, {options.steps:,} environment steps per run", *others]
+        length = f"{options.steps:,} environment steps per run"
+        if getattr(options, "minutes", None):
+            length = f"{options.minutes:g} minutes per run"
+        above += [f"{env_id}, {length}", *others]
         below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
         record = {"schema": 1, "machine": hardware} | record
         run_dirs.write_report(options.out / name, above, table, below, record, labels=1)
