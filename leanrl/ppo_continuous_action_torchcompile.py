@@ -545,6 +545,7 @@ def compile_agent(agent: PPO) -> None:
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
+    torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
     # no guards, which ask at each call whether the code still fits: each agent has code of its own
     no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
@@ -618,8 +619,7 @@ def main(args: Args) -> Path:
     agent = PPO(args, obs_dim, action_dim, device)
     rollout, episodic_return = Rollout(args, obs_dim, action_dim, device), math.nan
 
-    # speed: all compilation and capture is set up here; the loop below does not know of it. Each
-    # function compiles when it is first called, and a graph is captured on its third call
+    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
     if args.compile:
         torch.set_num_threads(1)  # layers of 64 are too small to share
         compile_agent(agent)

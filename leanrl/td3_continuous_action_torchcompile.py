@@ -481,6 +481,7 @@ def compile_agent(agent: TD3) -> None:
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     # in torch 2.11 this pass moves a backward product behind the update of the weights it reads
     torch._inductor.config.reorder_for_locality = False
+    torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     # no guards, which ask at each call whether the code still fits: each agent has code of its own
     for name in ("act", "update_critic", "update_actor"):
         method = getattr(type(agent), name)
@@ -564,8 +565,7 @@ def main(args: Args) -> Path:
             metrics[5:] = agent.update_actor(batch.obs)
             agent.update_target()
 
-    # speed: all compilation and capture is set up here; the loop below does not know of it. Each
-    # function compiles when it is first called, and a graph is captured on its third call
+    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
     if args.compile:
         compile_agent(agent)
         cpuinfo = Path("/proc/cpuinfo")  # on Zen 4 slower, with AMX bfloat16, on a GPU TF32
