@@ -14,6 +14,7 @@ import subprocess
 import ablation
 import devices
 import field
+import growth
 import pytest
 import run_dirs
 import torch
@@ -37,6 +38,33 @@ def test_field_ratios_are_within_a_round():
     assert rows[ours]["sps_steady"] == {"mean": 380, "median": 120, "min": 20, "max": 1000}
     assert rows["SBX"]["skipped"] == "no finished run"
     assert len({len(line) for line in field.cells(list(rows.values()))}) == 1
+
+
+def test_what_is_learned_later_does_not_count():
+    curve = [(50.0, 1000, 10.0), (119.0, 2000, 20.0), (121.0, 3000, 30.0)]
+    assert field.learned(curve, 2) == {"return": 20.0, "curve": curve[:2]}
+    assert field.learned(curve, 0.5) == field.learned(curve, None) == {}
+
+
+# Growth
+
+
+def test_growth_compares_a_point_with_itself():
+    def result(sps):
+        return {"sps_steady": sps, "warmup_seconds": 1.0}
+
+    names = list(growth.points("width*"))
+    assert len(names) == 15 and growth.points("*")["compile"] == growth.USUAL | {
+        "entrant": "compile"
+    }
+    speeds = {"Stable-Baselines3": 50, "baseline": 100, "compile": 300, "compile, width 64": 1}
+    speeds |= {"Stable-Baselines3, width 1,024": 5, "baseline, width 1,024": 8}
+    speeds |= {"compile, width 1,024": 10}
+    rows = growth.summarize([{name: result(speed) for name, speed in speeds.items()}], names)
+    table = {line[0]: line[1:] for line in growth.cells(rows)}
+    assert table["width 256"] == table["batch 256"] == ["50", "100", "300", "3.00x"]
+    assert table["width 1,024"] == ["5", "8", "10", "1.25x"]
+    assert table["width 64"] == ["-", "-", "1", "-"] and "width 128" not in table
 
 
 # What each trick is worth

@@ -70,6 +70,7 @@ class Algorithm:
     env_id: str = "HalfCheetah-v5"
     libraries: tuple = tuple(LIBRARIES)
     rows: dict = field(default_factory=lambda: OURS)
+    num_envs: int = 1  # in the libraries
     minutes: float | None = None  # then a run ends, whatever its steps
     eval_every: int = 0  # steps, in the libraries
 
@@ -168,7 +169,7 @@ def work(options: argparse.Namespace) -> None:
             if self.num_timesteps % 100 < self.training_env.num_envs:  # for the parent's bar
                 print(f"{self.num_timesteps}/{steps} [", file=sys.stderr, flush=True)
             if settings.eval_every and self.num_timesteps % settings.eval_every == 0:
-                mean_return, _ = evaluate_policy(self.model, make_vec_env(env, 10), 10)
+                mean_return, _ = evaluate_policy(self.model, make_vec_env(settings.env_id, 10), 10)
                 seconds = time.perf_counter() - born
                 self.curve.append([seconds, self.num_timesteps, mean_return])
             return time.perf_counter() - born < 60 * (options.minutes or math.inf)
@@ -177,6 +178,8 @@ def work(options: argparse.Namespace) -> None:
     clock, module = Clock(), {"sb3": "stable_baselines3", "sbx": "sbx"}[library]
     make = getattr(importlib.import_module(module), algorithm.partition("_")[0].upper())
     env, policy = settings.env_id, "MlpPolicy"
+    if settings.num_envs > 1:
+        env = make_vec_env(env, settings.num_envs)
     if algorithm == "ppo_atari":
         import ale_py
         import gymnasium
@@ -196,6 +199,14 @@ def work(options: argparse.Namespace) -> None:
         "versions": run_dirs.versions(PACKAGES),
     }
     print(json.dumps(result))
+
+
+def run_library(command: list[str], log: Path, progress, what: str) -> dict:
+    """A worker in the field's python -> what it printed last; ValueError says what went wrong."""
+    status = processes.run_logged(command, log, progress)
+    text = processes.read_log(status, log, what, Path.read_text)
+    result = json.loads(text.rstrip().rpartition("\n")[2])
+    return {"command": shlex.join(["python", *command[1:]]), **result}
 
 
 def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> dict:
@@ -223,10 +234,7 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         return processes.numbers(run, command) | learned(curve, options.minutes)
     if entrant in settings.rows:
         return processes.numbers(processes.run_and_read(command, log, progress, what), command)
-    status = processes.run_logged(command, log, progress)
-    text = processes.read_log(status, log, what, Path.read_text)
-    result = json.loads(text.rstrip().rpartition("\n")[2])
-    return {"command": shlex.join(["python", *command[1:]]), **result}
+    return run_library(command, log, progress, what)
 
 
 def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:

@@ -1,0 +1,179 @@
+"""How the speed of SAC changes with the width of its networks, its batches and its environments.
+
+    python plots/measure/growth.py                      files in plots/out/
+    python plots/measure/growth.py --only 'width*'      one of the three
+
+HalfCheetah-v5, one update per step of all environments: Stable-Baselines3 (in .venv-field, which
+`bash run.sh field` makes), our baseline and the variant with --compile. All have two hidden layers
+of 256, batches of 256 and one environment, but for what the row names. One process at a time; the
+larger the products, the fewer updates, 60 at least.
+
+    steps/s         environment steps, median over the rounds, of the window that field.py takes
+    compile pays    speed with --compile / that of the baseline in the same round, median
+
+Written to plots/out/: growth.md, .json, a figure, and logs/. Exit status 1 if a run failed.
+"""
+
+import argparse
+import fnmatch
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import field
+import processes
+import rounds
+import run_dirs
+
+AXES = {
+    "width": (64, 128, 256, 512, 1024),
+    "batch": (64, 256, 1024, 4096),
+    "environments": (1, 4, 16, 64),
+}
+USUAL = {"width": 256, "batch": 256, "environments": 1}
+ENTRANTS = ("Stable-Baselines3", "baseline", "compile")
+STARTS, WARM = 256, 100  # steps of all environments: at random, then until the window opens
+
+
+def name_of(entrant: str, axis: str, number: int) -> str:
+    """The point that all axes share has one name."""
+    return entrant if number == USUAL[axis] else f"{entrant}, {axis} {number:,}"
+
+
+def points(only: str) -> dict[str, dict]:
+    """What runs: name -> width, batch and environments, with the entrant."""
+    return {
+        name_of(entrant, axis, number): USUAL | {axis: number, "entrant": entrant}
+        for axis, numbers in AXES.items()
+        for number in numbers
+        for entrant in ENTRANTS
+        if fnmatch.fnmatch(f"{axis} {number}", only) or number == USUAL[axis]
+    }
+
+
+def length(point: dict) -> int:
+    """Environment steps of a run."""
+    products = point["width"] ** 2 * point["batch"] / 256**3
+    return point["environments"] * (STARTS + WARM + round(min(max(1500 / products, 60), 1500)))
+
+
+def work(point: dict, seed: int, options: argparse.Namespace) -> None:
+    """The worker: trains once."""
+    width, batch, num_envs = (point[axis] for axis in AXES)
+    starts = STARTS * num_envs
+    if point["entrant"] == "Stable-Baselines3":
+        theirs = {"learning_starts": starts, "batch_size": batch}
+        theirs["policy_kwargs"] = {"net_arch": [width, width]}
+        after = (STARTS + WARM) * num_envs
+        settings = replace(field.OFF_POLICY, theirs=theirs, steady_after=after, num_envs=num_envs)
+        field.ALGORITHMS["sac"] = settings
+        options.worker, options.algorithm, options.steps = "sb3", "sac", length(point)
+        field.work(options)
+        return
+    from torch import nn
+
+    def mlp(inputs: int, outputs: int) -> nn.Sequential:
+        layers = nn.Linear(inputs, width), nn.Linear(width, width), nn.Linear(width, outputs)
+        return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+
+    compiled = point["entrant"] == "compile"
+    script = "leanrl.sac_continuous_action" + run_dirs.VARIANT * compiled
+    module = importlib.import_module(script)
+    module.mlp, module.STEADY_AFTER = mlp, WARM
+    settings = {"compile": True} if compiled else {}
+    args = module.Args(
+        exp_name="growth",
+        seed=seed,
+        total_timesteps=length(point),
+        learning_starts=starts,
+        batch_size=batch,
+        num_envs=num_envs,
+        utd_ratio=1 / num_envs,
+        **settings,
+    )
+    module.main(args)
+
+
+def measure(name: str, seed: int, options: argparse.Namespace, progress) -> dict:
+    """One run -> its numbers; ValueError says what went wrong."""
+    point = points("*")[name]
+    theirs = point["entrant"] == "Stable-Baselines3"
+    command = [options.field_python if theirs else sys.executable, "plots/measure/growth.py"]
+    command += ["--worker", name, "--seed", str(seed)]
+    log = options.out / "logs" / f"growth-{name.replace(' ', '-')}-seed-{seed}.log"
+    if theirs:
+        return field.run_library(command, log, progress, name)
+    return processes.numbers(processes.run_and_read(command, log, progress, name), command)
+
+
+def summarize(results: list[dict], names: list[str]) -> list[dict]:
+    """A row per run; `ratio` is --compile / the baseline, or the baseline / the library."""
+    before = dict(zip(ENTRANTS[1:], ENTRANTS, strict=False))
+    references = {
+        name: name.replace(entrant, before.get(entrant, entrant))
+        for name in names
+        for entrant in [name.partition(",")[0]]
+    }
+    return rounds.summarize(results, "run", "ratio", references)
+
+
+def cells(rows: list[dict]) -> list[list[str]]:
+    """A line per axis and number."""
+    found = {row["run"]: row for row in rows if "skipped" not in row}
+    table = [["", *(f"{entrant} steps/s" for entrant in ENTRANTS), "compile pays"]]
+    for axis, numbers in AXES.items():
+        for number in numbers:
+            mine = [found.get(name_of(entrant, axis, number)) for entrant in ENTRANTS]
+            if any(mine):
+                speeds = [rounds.middle(row and row["sps_steady"]) for row in mine]
+                pays = rounds.ratio("ratio")(mine[-1]) if mine[-1] else "-"
+                table.append([f"{axis} {number:,}", *speeds, pays])
+    return table
+
+
+def draw(record: dict, stem: Path) -> None:
+    """A panel per axis."""
+    import curves
+    import matplotlib.pyplot as plt
+
+    found = {row["run"]: row for row in record["rows"] if "skipped" not in row}
+    figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
+    labels = {"width": "units per hidden layer", "batch": "transitions per batch"}
+    for ax, (axis, numbers) in zip(panels, AXES.items(), strict=True):
+        for entrant, colour in zip(ENTRANTS, ("tab:brown", "0.45", "tab:blue"), strict=True):
+            rows = {n: found.get(name_of(entrant, axis, n)) for n in numbers}
+            speeds = {n: row["sps_steady"]["median"] for n, row in rows.items() if row}
+            ax.plot(speeds.keys(), speeds.values(), "o-", color=colour, label=entrant)
+        ax.set(xscale="log", yscale="log", xlabel=labels.get(axis, axis))
+        ax.set_xticks(numbers, [f"{number:,}" for number in numbers])
+        ax.minorticks_off()
+    panels[0].set_ylabel("environment steps per second")
+    panels[0].legend(frameon=False)
+    curves.save(figure, stem)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = rounds.make_parser(__doc__)
+    parser.set_defaults(rounds=1)
+    parser.add_argument("--only", default="*", metavar="GLOB", help="of every 'AXIS NUMBER'")
+    parser.add_argument("--field-python", default=".venv-field/bin/python")
+    parser.add_argument("--worker", help="internal: one run")
+    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
+    options = parser.parse_args(arguments)
+    if options.worker:
+        options.minutes = None
+        work(points("*")[options.worker], options.seed, options)
+        return 0
+    names = list(points(options.only))
+    options.steps = STARTS + WARM + 1500
+    results, failures = rounds.take_turns(names, options, measure)
+    rows = summarize(results, names)
+    command = processes.call("growth.py", options, "only", "rounds")
+    record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
+    draw(record, options.out / "growth")
+    return rounds.report("growth", ["Growth"], cells(rows), record, options)
+
+
+if __name__ == "__main__":
+    processes.start(main)
