@@ -653,7 +653,7 @@ def main(args: Args) -> Path:
     rollout = Rollout(args.num_steps, num_envs, device)
     batch = Batch(*(getattr(rollout, name).flatten(0, 1) for name in Batch._fields))  # no copies
 
-    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
+    # speed: the loop does not know what is compiled or captured; a third call captures a graph
     if args.compile:
         compile_agent(agent)
     if args.cudagraphs and device.type == "cuda":

@@ -615,7 +615,7 @@ def main(args: Args) -> Path:
         rows = [step(noise[t], starts[t]) for t in range(args.num_steps)]
         return Rollout(*map(torch.stack, zip(*rows, strict=True)))
 
-    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
+    # speed: the loop does not know what is compiled or captured; a third call captures a graph
     if args.compile:
         compile_agent(agent)
         step = torch.compile(step, fullgraph=True)

@@ -797,7 +797,7 @@ def main(args: Args) -> Path:
     slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
     statistics, handed_out, unanswered = None, 0, 0  # rollouts handed out, evaluations unanswered
 
-    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
+    # speed: the loop does not know what is compiled or captured; a third call captures a graph
     if args.compile:
         torch.set_num_threads(1)  # layers of 64 are too small to share
         compile_agent(agent)

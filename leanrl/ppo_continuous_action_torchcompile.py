@@ -619,7 +619,7 @@ def main(args: Args) -> Path:
     agent = PPO(args, obs_dim, action_dim, device)
     rollout, episodic_return = Rollout(args, obs_dim, action_dim, device), math.nan
 
-    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
+    # speed: the loop does not know what is compiled or captured; a third call captures a graph
     if args.compile:
         torch.set_num_threads(1)  # layers of 64 are too small to share
         compile_agent(agent)

@@ -775,7 +775,7 @@ def main(args: Args) -> Path:
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
     agent, episodic_return = PPO(args, obs_dim, action_dim, device), math.nan
 
-    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
+    # speed: the loop does not know what is compiled or captured; a third call captures a graph
     if args.compile:
         torch.set_num_threads(1)  # layers of 64 are too small to share
         compile_agent(agent)

@@ -827,7 +827,7 @@ def main(args: Args) -> Path:
         if target_due:
             agent.update_target()
 
-    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
+    # speed: the loop does not know what is compiled or captured; a third call captures a graph
     if args.compile:
         compile_agent(agent)
         envs.settle = torch.compile(envs.settle, fullgraph=True)

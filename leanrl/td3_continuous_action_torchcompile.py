@@ -565,7 +565,7 @@ def main(args: Args) -> Path:
             metrics[5:] = agent.update_actor(batch.obs)
             agent.update_target()
 
-    # speed: the loop below knows nothing of it; a graph is captured on its function's third call
+    # speed: the loop does not know what is compiled or captured; a third call captures a graph
     if args.compile:
         compile_agent(agent)
         cpuinfo = Path("/proc/cpuinfo")  # on Zen 4 slower, with AMX bfloat16, on a GPU TF32

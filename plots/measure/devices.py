@@ -104,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = summarize(results, list(options.commands))
     command = processes.call("devices.py", options, "rounds", "steps")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
-    above = ["Acting and learning on devices"]
+    steps = f"HalfCheetah-v5, {options.steps:,} environment steps per run"
+    above = ["Acting and learning on devices", steps]
     return rounds.report("devices_continuous", above, cells(rows), record, options)
 
 

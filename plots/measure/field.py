@@ -11,9 +11,9 @@ update per step on 256 transitions, networks of 256-256, the first 500 steps ran
 of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours normalizes observations
 and rewards. PPO on MuJoCo's worlds: ours on 64, the library on one. PPO for Atari: Breakout, 8
 games, rollouts of 128 steps, 4 epochs of 4 minibatches, clipping at 0.1, the network of Mnih et al;
-ours on EnvPool, Stable-Baselines3 on its own Atari environments. Neither with SBX. All else is each
-library's default. One process at a time, in rounds (A B C D E, A B C D E), round n with seed n. All
-use as many threads as they choose, and a GPU if their build of torch or JAX has one.
+ours on EnvPool, Stable-Baselines3 on its own Atari environments. SBX takes no part in the last two.
+All else is each library's default. One process at a time, in rounds (A B C D E, A B C D E), round n
+with seed n. All use as many threads as they choose, and a GPU if their torch or JAX has one.
 
     steps/s         median over the rounds, and range, after the warm-up: for ours the stopwatch's
                     steady window, for the others from 1,000 steps after learning starts to the end,
@@ -23,7 +23,8 @@ use as many threads as they choose, and a GPU if their build of torch or JAX has
                     has 1,000 steps with updates for the others and a hundred for ours (not in PPO)
 
 SAC on MuJoCo's worlds learns for 30 minutes (or --minutes), imports apart, and so does SAC with one
-environment, here and in the library:
+environment, here and in the library, each with its own defaults. The worlds share an update per 16
+steps, so that their returns are to be compared, not their steps/s:
 
     return          of the last evaluation in that time: the mean of 10 episodes by the mean action;
                     its median over the rounds. The record has all, with their seconds and steps
@@ -35,10 +36,8 @@ import argparse
 import json
 import math
 import shlex
-import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -46,7 +45,7 @@ import processes
 import rounds
 import run_dirs
 
-LIBRARIES = {"Stable-Baselines3": "sb3", "SBX": "sbx"}
+LIBRARIES = {"Stable-Baselines3": "stable_baselines3", "SBX": "sbx"}
 SB3 = ("Stable-Baselines3",)
 WORLDS = {"--total-timesteps": 60 * 64 * 64}  # 60 rollouts of 64 steps
 OURS = {  # name -> what follows the script's name
@@ -102,7 +101,7 @@ ALGORITHMS = {
         theirs={},
         ours={},
         steps=10_000_000,
-        steady_after=1500,
+        steady_after=1100,
         script="sac_",
         libraries=SB3,
         rows={
@@ -159,8 +158,7 @@ def work(options: argparse.Namespace) -> None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
     class Clock(BaseCallback):
-        start = None
-        curve = []
+        start, evaluating, curve = None, 0.0, []
 
         def _on_step(self) -> bool:
             if self.start is None and self.num_timesteps >= settings.steady_after:
@@ -169,17 +167,16 @@ def work(options: argparse.Namespace) -> None:
             if self.num_timesteps % 100 < self.training_env.num_envs:  # for the parent's bar
                 print(f"{self.num_timesteps}/{steps} [", file=sys.stderr, flush=True)
             if settings.eval_every and self.num_timesteps % settings.eval_every == 0:
+                begun = time.perf_counter()
                 mean_return, _ = evaluate_policy(self.model, make_vec_env(settings.env_id, 10), 10)
+                self.evaluating += time.perf_counter() - begun
                 seconds = time.perf_counter() - born
                 self.curve.append([seconds, self.num_timesteps, mean_return])
             return time.perf_counter() - born < 60 * (options.minutes or math.inf)
 
     settings, born = ALGORITHMS[algorithm], time.perf_counter()
-    clock, module = Clock(), {"sb3": "stable_baselines3", "sbx": "sbx"}[library]
-    make = getattr(importlib.import_module(module), algorithm.partition("_")[0].upper())
-    env, policy = settings.env_id, "MlpPolicy"
-    if settings.num_envs > 1:
-        env = make_vec_env(env, settings.num_envs)
+    clock = Clock()
+    make = getattr(importlib.import_module(library), algorithm.partition("_")[0].upper())
     if algorithm == "ppo_atari":
         import ale_py
         import gymnasium
@@ -187,8 +184,10 @@ def work(options: argparse.Namespace) -> None:
         gymnasium.register_envs(ale_py)
         env = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", 8, seed=seed), 4)
         policy = "CnnPolicy"
+    else:
+        env, policy = make_vec_env(settings.env_id, settings.num_envs), "MlpPolicy"
     agent = make(policy, env, seed=seed, **settings.theirs).learn(steps, callback=clock)
-    seconds = time.perf_counter() - clock.start
+    seconds = time.perf_counter() - clock.start - clock.evaluating
     result = {
         "sps_steady": (agent.num_timesteps - clock.first) / seconds,
         "warmup_seconds": clock.start - born,
@@ -204,8 +203,9 @@ def work(options: argparse.Namespace) -> None:
 def run_library(command: list[str], log: Path, progress, what: str) -> dict:
     """A worker in the field's python -> what it printed last; ValueError says what went wrong."""
     status = processes.run_logged(command, log, progress)
-    text = processes.read_log(status, log, what, Path.read_text)
-    result = json.loads(text.rstrip().rpartition("\n")[2])
+    result = processes.read_log(
+        status, log, what, lambda log: json.loads(log.read_text().rstrip().rpartition("\n")[2])
+    )
     return {"command": shlex.join(["python", *command[1:]]), **result}
 
 
@@ -225,16 +225,13 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         suffix, *switches = settings.rows[entrant]
         command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
     command += [str(part) for flag in flags.items() for part in flag]
-    if entrant in settings.rows and settings.minutes:
-        with processes.logged(command, log) as child, suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=60 * options.minutes + 60)  # a minute more than it is read for
-        run = run_dirs.read_run(processes.run_directory(log), whole=False)
-        found = run_dirs.read_series(run.path, [EVALUATED])[EVALUATED]
-        curve = list(zip(found.seconds, found.steps, found.values, strict=True))
-        return processes.numbers(run, command) | learned(curve, options.minutes)
-    if entrant in settings.rows:
-        return processes.numbers(processes.run_and_read(command, log, progress, what), command)
-    return run_library(command, log, progress, what)
+    if entrant in LIBRARIES:
+        return run_library(command, log, progress, what)
+    limit = 60 * (options.minutes or math.inf) + 60  # a minute more than it is read for
+    run = processes.run_and_read(command, log, progress, what, limit=limit)
+    found = run_dirs.read_series(run.path, [EVALUATED]).get(EVALUATED)
+    curve = zip(found.seconds, found.steps, found.values, strict=True) if found else []
+    return processes.numbers(run, command) | learned(list(curve), options.minutes)
 
 
 def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
@@ -272,7 +269,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = summarize(results, settings.entrants)
     command = processes.call("field.py", options, "algorithm", "rounds", "steps", "minutes")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
-    above = ["Field benchmark"]
+    length = f"{options.minutes:g} minutes" if options.minutes else f"{options.steps:,} steps"
+    above = ["Field benchmark", f"{settings.env_id}, {length} per run"]
+    above += [f"LeanRL: {flag} {value}" for flag, value in settings.ours.items()]
     for library in settings.libraries:
         for worker in [result[library] for result in results if library in result][:1]:
             found = ", ".join(f"{name} {number}" for name, number in worker["versions"].items())

@@ -5,12 +5,14 @@ Importing it makes the modules of plots/ and leanrl importable.
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -112,14 +114,21 @@ def logged(command: list[str], log: Path, environment: dict | None = None):
                     (run_directory(log) / "machine.json").write_text(machine)
 
 
-def run_logged(command: list[str], log: Path, progress=None, environment=None) -> int:
-    """Exit status of `command`, whose output goes to `log`; calls progress(log) meanwhile."""
+def run_logged(
+    command: list[str], log: Path, progress=None, environment=None, limit: float = math.inf
+) -> int | None:
+    """Exit status of `command`, whose output goes to `log`; calls progress(log) meanwhile.
+
+    After `limit` seconds it is interrupted, which has no exit status.
+    """
+    end = time.monotonic() + limit
     with logged(command, log, environment) as child:
-        while True:
+        while time.monotonic() < end:
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=0.5)
             if progress:
                 progress(log)
+    return None
 
 
 def run_directory(log: Path) -> Path:
@@ -140,9 +149,13 @@ def read_log(status: int, log: Path, what: str, read=lambda log: read_run(run_di
         raise ValueError(f"{what} {reason}, see {shown(log)}:\n{last_lines(log)}") from None
 
 
-def run_and_read(command: list[str], log: Path, progress, what: str, environment=None) -> Run:
+def run_and_read(
+    command: list[str], log: Path, progress, what: str, environment=None, limit: float = math.inf
+) -> Run:
     """The run that `command` makes, which is `what`; ValueError says what went wrong with it."""
-    return read_log(run_logged(command, log, progress, environment), log, what)
+    status = run_logged(command, log, progress, environment, limit)
+    whole = limit == math.inf
+    return read_log(status, log, what, lambda log: read_run(run_directory(log), whole))
 
 
 def numbers(run: Run, command: list[str]) -> dict:

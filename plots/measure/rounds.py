@@ -1,4 +1,4 @@
-"""What field.py, ablation.py and devices.py share: rounds in which all take turns, and a table.
+"""What field, growth, ablation and devices share: rounds in which all take turns, and a table.
 
 Each run is a process of its own, one at a time; round n has seed n, and a ratio of speeds is of
 runs of one round, so that the drift of a shared machine hits both alike.
@@ -61,6 +61,7 @@ def summarize(
             row[key] = spread(found) if found else None
         both = [(r[name], r[reference]) for r in rounds if name in r and reference in r]
         speeds = [(one["sps_steady"], other["sps_steady"]) for one, other in both]
+        speeds = [pair for pair in speeds if None not in pair]
         row[ratio] = statistics.median(a / b for a, b in speeds) if speeds else None
         row["worth_us"] = spread([1e6 / a - 1e6 / b for a, b in speeds]) if speeds else None
         rows.append(row)
@@ -105,12 +106,8 @@ def report(
     configs = [result["config"] for result in results if "config" in result]
     if configs:
         title, *others = above
-        hardware, env_id = run_dirs.machine(configs), configs[0]["args"]["env_id"]
-        above = [f"{title}: {record['command']}", *run_dirs.describe(hardware)]
-        length = f"{options.steps:,} environment steps per run"
-        if getattr(options, "minutes", None):
-            length = f"{options.minutes:g} minutes per run"
-        above += [f"{env_id}, {length}", *others]
+        hardware = run_dirs.machine(configs)
+        above = [f"{title}: {record['command']}", *run_dirs.describe(hardware), *others]
         below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
         record = {"schema": 1, "machine": hardware} | record
         run_dirs.write_report(options.out / name, above, table, below, record, labels=1)
