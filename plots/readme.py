@@ -98,6 +98,10 @@ def field() -> str:
     said = "Environment steps/s: median and range of rounds in turns (`*_field_cpu.md`; "
     said += "`bash run.sh field --algorithm td3` makes such a record), a machine per row. Atari "
     said += "with `--channels-last`, and its Stable-Baselines3 on that library's own environments."
+    found = record("sac_mujoco_field_cpu")
+    returns = [f"{row['entrant']} {short(row['return']['median'])}" for row in found["rows"]]
+    said += f" SAC's return on HalfCheetah after {found['minutes']:g} minutes, evaluated: "
+    said += f"{', '.join(returns)} ({len(found['rounds'])} seed, a core and thread each)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -137,9 +141,19 @@ def tricks() -> str:
 def tips() -> str:
     """What the variant of PPO gains without --compile, the most valuable first."""
     rows = sorted(row for row in ablated("ppo", "eager") if row[2] != "noise")
-    table = [["in eager code", "speed without it", "us per step"]]
-    table += [[name, f"{of_whole:.2f}x", worth] for of_whole, name, worth in rows]
-    return f"{as_markdown(table, labels=1)}\n"
+    said = ", ".join(f"{name} ({of_whole:.2f}x without it)" for of_whole, name, _ in rows)
+    return f"{said[0].upper()}{said[1:]}.\n"
+
+
+def growth() -> str:
+    """The speed of SAC, a column per size of networks, batches and environments."""
+    found = record("growth_cpu")
+    lines = {line[0]: line for line in found["table"]}
+    for doubled in ("batch 256", "environments 1"):  # they are "width 256"
+        lines.pop(doubled, None)
+    table = [list(cells) for cells in zip(*lines.values(), strict=True)]
+    said = f"Environment steps/s on {where(found['machine'])} (`growth_cpu.md`)."
+    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
 def overhead() -> str:
@@ -208,7 +222,7 @@ def devices() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 
-FUNCTIONS = (speedup, field, learning, tricks, tips, overhead, environments, devices)
+FUNCTIONS = (speedup, field, learning, tricks, tips, growth, overhead, environments, devices)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 
