@@ -100,8 +100,9 @@ def field() -> str:
     said += "with `--channels-last`, and its Stable-Baselines3 on that library's own environments."
     found = record("sac_mujoco_field_cpu")
     returns = [f"{row['entrant']} {short(row['return']['median'])}" for row in found["rows"]]
-    said += f" SAC's return on HalfCheetah after {found['minutes']:g} minutes, evaluated: "
-    said += f"{', '.join(returns)} ({len(found['rounds'])} seed, a core and thread each)."
+    minutes, threads = found["command"].split()[-1], found["machine"]["cpu"]["threads"]
+    said += f" SAC's return on HalfCheetah after {minutes} minutes, evaluated: "
+    said += f"{', '.join(returns)} (threads: {threads}, seeds: {len(found['rounds'])})."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 

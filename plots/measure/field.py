@@ -269,7 +269,6 @@ def main(arguments: list[str] | None = None) -> int:
     rows = summarize(results, settings.entrants)
     command = processes.call("field.py", options, "algorithm", "rounds", "steps", "minutes")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
-    record |= {"minutes": options.minutes} if options.minutes else {}
     length = f"{options.minutes:g} minutes" if options.minutes else f"{options.steps:,} steps"
     above = ["Field benchmark", f"{settings.env_id}, {length} per run"]
     above += [f"LeanRL: {flag} {value}" for flag, value in settings.ours.items()]
