@@ -79,7 +79,7 @@ class Args:
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
 
     # speed: each works alone, together and not at all
-    compile: bool = False  # compile updates, judging the worlds, and on a GPU acting
+    compile: bool = False  # compile acting, judging the worlds and updating
     cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
 
 
@@ -738,8 +738,7 @@ def compile_agent(agent: SAC) -> None:
     torch._inductor.config.reorder_for_locality = False
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     # no guards, which ask at each call whether the code still fits: each agent has code of its own
-    names = ("act", "update_critic", "update_actor")
-    for name in names if torch.cuda.is_available() else names[1:]:  # a CPU gains nothing in acting
+    for name in ("act", "update_critic", "update_actor"):
         method = getattr(type(agent), name)
         own = MethodType(FunctionType(method.__code__.replace(), globals()), agent)
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}  # it gets emptied

@@ -75,7 +75,7 @@ class Args:
     noise_clip: float = 0.5  # bound of the smoothing noise, in half action ranges
 
     # speed: each works alone, together and not at all
-    compile: bool = False  # compile updates, and on a GPU acting, with torch.compile
+    compile: bool = False  # compile acting and updating with torch.compile
     cudagraphs: bool = False  # replay acting, sampling and updating as CUDA graphs
 
 
@@ -483,8 +483,7 @@ def compile_agent(agent: TD3) -> None:
     torch._inductor.config.reorder_for_locality = False
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     # no guards, which ask at each call whether the code still fits: each agent has code of its own
-    names = ("act", "update_critic", "update_actor")
-    for name in names if torch.cuda.is_available() else names[1:]:  # a CPU gains nothing in acting
+    for name in ("act", "update_critic", "update_actor"):
         method = getattr(type(agent), name)
         own = MethodType(FunctionType(method.__code__.replace(), globals()), agent)
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}  # it gets emptied

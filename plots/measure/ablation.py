@@ -257,6 +257,7 @@ OFF_POLICY = {
     "weights laid as their gradients": once_compiled(lay_by_rows),
     "critic update compiled": uncompiled("update_critic"),
     "actor update compiled": uncompiled("update_actor"),
+    "acting compiled": uncompiled("act"),
     "no guards": patch_guards,
     "denormal numbers as zero": patch_denormals,
 }
@@ -274,7 +275,7 @@ ON_POLICY = {
     "tanh by exp": once_compiled(restore_tanh),
 }
 # without --compile there is nothing of it
-OF_COMPILER = ("critic update compiled", "actor update compiled", "no guards")
+OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compiled", "no guards")
 OF_COMPILER += ("denormal numbers as zero", "update compiled", "one thread", "tanh by exp")
 
 TRICKS = {  # (algorithm, row of the speed-up table) -> {name: patch}
