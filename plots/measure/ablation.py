@@ -307,8 +307,9 @@ def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dic
     command += ["--row", options.row, "--worker", trick]
     command += ["--seed", str(seed), "--steps", str(options.steps)]
     log = options.out / "logs" / f"{stem}.log"
-    environment = {"GOMP_SPINCOUNT": "1000"}  # as SAC and TD3 have it, before they import torch
-    run = processes.run_and_read(command, log, progress, f"{trick!r} round {seed}", environment)
+    # SAC and TD3 set it before they import torch, which is too late for a worker of this program
+    waiting = {} if options.algorithm == "ppo" else {"GOMP_SPINCOUNT": "1000"}
+    run = processes.run_and_read(command, log, progress, f"{trick!r} round {seed}", waiting)
     return processes.numbers(run, command)
 
 

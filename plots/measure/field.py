@@ -133,7 +133,7 @@ EVALUATED = "charts/eval_return"
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")
 
 
-def learned(curve: list, minutes: float) -> dict:
+def learned(curve: list, minutes: float | None) -> dict:
     """What evaluations [[seconds, steps, return], ...] say of the first `minutes`."""
     curve = [point for point in curve if minutes and point[0] <= 60 * minutes]
     return {"return": curve[-1][2], "curve": curve} if curve else {}

@@ -127,19 +127,19 @@ def cells(rows: list[dict]) -> list[list[str]]:
     return table
 
 
-def draw(record: dict, stem: Path) -> None:
+def draw(rows: list[dict], stem: Path) -> None:
     """A panel per axis."""
     import curves
     import matplotlib.pyplot as plt
 
-    found = {row["run"]: row for row in record["rows"] if "skipped" not in row}
+    found = {row["run"]: row for row in rows if "skipped" not in row}
     figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True, layout="constrained")
     labels = {"width": "units per hidden layer", "batch": "transitions per batch"}
     for ax, (axis, numbers) in zip(panels, AXES.items(), strict=True):
         for entrant in ENTRANTS:
             colour = curves.COLOURS.get(entrant, "tab:brown")
-            rows = {n: found.get(name_of(entrant, axis, n)) for n in numbers}
-            speeds = {n: row["sps_steady"]["median"] for n, row in rows.items() if row}
+            mine = {n: found.get(name_of(entrant, axis, n)) for n in numbers}
+            speeds = {n: row["sps_steady"]["median"] for n, row in mine.items() if row}
             ax.plot(speeds.keys(), speeds.values(), "o-", color=colour, label=entrant)
         ax.set(xscale="log", yscale="log", xlabel=labels.get(axis, axis))
         ax.set_xticks(numbers, [f"{number:,}" for number in numbers])
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = {"command": command, "table": table, "rows": rows}
     record |= {"rounds": results, "failures": failures}
     status = rounds.report("growth", ["Growth", "HalfCheetah-v5"], table, record, options)
-    draw(record, options.out / "growth")
+    draw(rows, options.out / "growth")
     return status
 
 
