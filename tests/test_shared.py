@@ -112,5 +112,6 @@ def test_no_compiled_method_has_guards(stem, monkeypatch):
     kind = next(getattr(module, name) for name in ("PPO", "SAC", "TD3") if hasattr(module, name))
     agent = kind.__new__(kind)
     torch.nn.Module.__init__(agent)
+    agent.weight = torch.nn.Parameter(torch.zeros(1))  # which tells the device
     module.compile_agent(agent)
     assert filters and all(not any(keep([object()] * 3)) for keep in filters)

@@ -96,6 +96,11 @@ def restore_tanh(agent) -> None:
     torch._inductor.config.cpp.use_decompose_tanh = False
 
 
+def call_from_python(agent) -> None:
+    """A compiled program for each kernel and Python between them."""
+    torch._inductor.config.cpp_wrapper = False
+
+
 # SAC and TD3
 
 
@@ -259,6 +264,7 @@ OFF_POLICY = {
     "actor update compiled": uncompiled("update_actor"),
     "acting compiled": uncompiled("act"),
     "no guards": patch_guards,
+    "kernels called from C++": once_compiled(call_from_python),
     "denormal numbers as zero": patch_denormals,
 }
 ON_POLICY = {
@@ -272,11 +278,13 @@ ON_POLICY = {
     "one thread": patch_threads,
     "update compiled": uncompiled("update"),
     "no guards": patch_guards,
+    "kernels called from C++": once_compiled(call_from_python),
     "tanh by exp": once_compiled(restore_tanh),
 }
 # without --compile there is nothing of it
 OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compiled", "no guards")
 OF_COMPILER += ("denormal numbers as zero", "update compiled", "one thread", "tanh by exp")
+OF_COMPILER += ("kernels called from C++",)
 
 TRICKS = {  # (algorithm, row of the speed-up table) -> {name: patch}
     (algorithm, row): {
