@@ -273,46 +273,46 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         self.single_action_space = envs[0].action_space
         # observations and, last, the discounted reward: (N, O + 1); their means, variances, counts
         self.x = np.zeros((len(envs), envs[0].observation_space.shape[0] + 1))
-        self.rms = np.stack([self.x, self.x + 1, self.x + 1e-4])
-        views = *self.rms[..., :-1], *self.rms[..., -1]
+        self.rms = np.zeros_like(self.x), np.ones_like(self.x), np.full_like(self.x, 1e-4)
+        views = *(rms[:, :-1] for rms in self.rms), *(rms[:, -1] for rms in self.rms)
         self.statistics = {f"{x}_{y}": z for (x, y), z in zip(STATISTICS, views, strict=True)}
-        self.discounted_reward = self.statistics["discounted_reward"] = self.x[:, -1]
+        self.statistics["discounted_reward"] = self.x[:, -1]
 
-    def center(self, x: np.ndarray, rms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Takes x (...) into rms (3, ...), as Gymnasium does -> x - means, deviations (...)."""
+    def center(self, x: np.ndarray, rms: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Takes x (...) into rms, each (...), as Gymnasium does -> x - means, deviations (...)."""
         mean, var, count = rms
         count += 1
-        delta, rate = x - mean, 1 / count
-        mean += delta * rate
-        var += delta * delta * rate
-        var *= 1 - rate
-        return x - mean, np.sqrt(var + 1e-8)
+        delta = x - mean
+        mean += delta / count
+        centered = x - mean
+        var += (delta * centered - var) / count
+        return centered, np.sqrt(var + 1e-8)
 
     def start(self, i: int, seed: int | None = None) -> np.ndarray:
         """Begins an episode of environment i -> its first observation, normalized (O,)."""
-        x, std = self.center(self.envs[i].reset(seed=seed)[0], self.rms[:, i, :-1])
+        x, std = self.center(self.envs[i].reset(seed=seed)[0], [rms[i, :-1] for rms in self.rms])
         return (x / std).clip(-10, 10)
 
     def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
         return np.float32([self.start(i, seed + i) for i in range(self.num_envs)]), {}
 
     def step(self, actions: np.ndarray) -> tuple:
-        rewards, infos, ends = np.zeros(self.num_envs), [{}] * self.num_envs, {}
-        terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
+        rewards, terminated = np.zeros(self.num_envs), np.zeros(self.num_envs, dtype=bool)
+        truncated, infos, ended = np.zeros_like(terminated), {}, {}
         for i, env in enumerate(self.envs):
-            self.x[i, :-1], rewards[i], terminated[i], truncated[i], infos[i] = env.step(actions[i])
-        self.discounted_reward[terminated] = 0
-        self.discounted_reward[:] = self.discounted_reward * self.gamma + rewards
+            self.x[i, :-1], rewards[i], terminated[i], truncated[i], info = env.step(actions[i])
+            self.x[i, -1] = self.gamma * self.x[i, -1] * (not terminated[i]) + rewards[i]
+            if terminated[i] or truncated[i]:
+                ended[i] = info["episode"]
         x, std = self.center(self.x, self.rms)
         x[:, -1] = rewards  # divided by the deviation of their discounted sum
-        x = (x / std).clip(-10, 10)
-        obs, rewards = np.float32(x[:, :-1]), x[:, -1]
-        ended = (terminated | truncated).nonzero()[0]
-        if len(ended):
-            episode = {key: {i: infos[i]["episode"][key] for i in ended} for key in ("r", "l")}
-            ends = {"final_obs": obs.copy(), "final_info": {"episode": episode}}
-            obs[ended] = [self.start(i) for i in ended]
-        return obs, rewards, terminated, truncated, ends
+        x = np.float32(np.minimum(np.maximum(x / std, -10), 10))  # clip takes twice the time
+        obs, rewards = x[:, :-1], x[:, -1]
+        if ended:
+            episode = {key: {i: ended[i][key] for i in ended} for key in ("r", "l")}
+            infos = {"final_obs": obs.copy(), "final_info": {"episode": episode}}
+            obs[list(ended)] = [self.start(i) for i in ended]
+        return obs, rewards, terminated, truncated, infos
 
 
 def make_envs(
