@@ -111,14 +111,13 @@ def ratio(row: dict) -> float:
     return row["ratio_to_sb3"]
 
 
-def ablated(algorithm: str, row: str = "compile") -> list[tuple]:
+def ablated(algorithm: str) -> list[tuple]:
     """(speed without the trick, its name, microseconds that it saves) of a record of ablations.
 
     A trick counts that was worth something in every round; the others are called noise.
     """
-    suffix = "" if row == "compile" else f"_{row}"
     found = []
-    for line in record(f"{algorithm}_ablation{suffix}_cpu")["rows"]:
+    for line in record(f"{algorithm}_ablation_cpu")["rows"]:
         if "of_whole" in line and line["worth_us"]["max"]:  # not the script with all tricks
             worth = line["worth_us"]
             told = f"{worth['median']:,.0f}" if worth["min"] > 0 else "noise"
@@ -127,7 +126,7 @@ def ablated(algorithm: str, row: str = "compile") -> list[tuple]:
 
 
 def tricks() -> str:
-    """What the variants lose without one trick, the most valuable first; PPO's also uncompiled."""
+    """What the variants lose without one trick, the most valuable first."""
     rows, little = [], []
     for algorithm in ("ppo", "td3", "sac"):
         for of_whole, name, worth in ablated(algorithm):
@@ -137,10 +136,7 @@ def tricks() -> str:
                 rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
     table = [["trick", "script", "speed without it", "us per step"]]
     table += [cells for _, cells in sorted(rows)]
-    said = f"Worth less than a tenth, or nothing in some round: {', '.join(little)}. PPO's variant "
-    said += "without any compiler (`--row eager`) gains by "
-    eager = sorted(row for row in ablated("ppo", "eager") if row[2] != "noise")
-    said += ", ".join(f"{name} ({of_whole:.2f}x without it)" for of_whole, name, _ in eager)
+    said = f"Worth less than a tenth, or nothing in some round: {', '.join(little)}"
     return f"{as_markdown(table, labels=2)}\n\n{said}.\n"
 
 
@@ -216,10 +212,6 @@ def devices() -> str:
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
     said += "10 episodes' mean return (`devices_continuous_cpu.md`, "
     said += "`python plots/measure/devices.py`)."
-    plain = {row["row"]: row for row in record("devices_continuous_plain_ratio_cpu")["rows"]}
-    ends = [short(plain[f"{kind} (asynchronous)"]["return"]["mean"]) for kind in kinds]
-    said += f" With PPO's plain ratio instead, baseline and variant ended at {' and '.join(ends)} "
-    said += "(`devices_continuous_plain_ratio_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 

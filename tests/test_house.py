@@ -80,7 +80,7 @@ def test_worth_is_measured_within_a_round():
         {whole: result(2000), trick: result(1000)},
         {trick: result(1)},  # the whole one failed: this round compares nothing
     ]
-    rows = ablation.summarize(rounds, [whole, trick, "one thread"])
+    rows = ablation.summarize(rounds, [whole, trick, "no guards"])
     assert rows[1]["of_whole"] == 0.5 and rows[0]["of_whole"] == 1.0
     assert rows[1]["worth_us"] == {"mean": 750, "median": 750, "min": 500, "max": 1000}
     assert rows[2]["skipped"] == "no finished run"
@@ -116,46 +116,42 @@ def test_rows_of_devices_are_commands_of_scripts(gpus):
     assert any("cuda" in command for command in commands.values()) == (gpus > 0)
 
 
-def without_a_trick(algorithm: str, row: str, trick: str):
+def without_a_trick(algorithm: str, trick: str, compiled: bool):
     """A short run of a fresh copy of the script, without the trick."""
     name = f"leanrl.{algorithm}_continuous_action{run_dirs.VARIANT}"
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    ablation.TRICKS[algorithm, row][trick](module)
+    ablation.TRICKS[algorithm][trick](module)
     settings = {"env_id": "Pendulum-v1", "total_timesteps": 64, "exp_name": trick}
     if algorithm == "ppo":
         settings |= {"num_steps": 32, "num_minibatches": 2, "update_epochs": 1}
     else:
         settings |= {"learning_starts": 16, "batch_size": 8, "buffer_size": 100}
-    if row == "compile":
-        settings |= {"compile": True}
+    settings |= {"compile": compiled}
     run_dir = module.main(module.Args(**settings))
     assert json.loads((run_dir / "stages.json").read_text())["sps_inclusive"] > 0
 
 
-TRICKS = [(*key, trick) for key, tricks in ablation.TRICKS.items() for trick in tricks]
-NOT_COMPILED = [trick for trick in TRICKS if trick[1] != "compile"]
+TRICKS = [(key, trick) for key, tricks in ablation.TRICKS.items() for trick in tricks]
 
 
-@pytest.mark.parametrize(("algorithm", "row", "trick"), NOT_COMPILED)
-def test_every_trick_can_be_taken_away(algorithm, row, trick, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("algorithm", "trick"), TRICKS)
+def test_every_trick_can_be_taken_away(algorithm, trick, tmp_path, monkeypatch):
     """Each patch fits the script as it is today: a short run goes on without the trick."""
     monkeypatch.chdir(tmp_path)
-    without_a_trick(algorithm, row, trick)
+    without_a_trick(algorithm, trick, compiled=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("algorithm", "row", "trick"), [trick for trick in TRICKS if trick not in NOT_COMPILED]
-)
+@pytest.mark.parametrize(("algorithm", "trick"), TRICKS)
 def test_every_trick_can_be_taken_away_from_compiled_code(
-    algorithm, row, trick, tmp_path, monkeypatch, one_thread
+    algorithm, trick, tmp_path, monkeypatch, one_thread
 ):
     """Traced by the compiler; no code is generated for it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    without_a_trick(algorithm, row, trick)
+    without_a_trick(algorithm, trick, compiled=True)
 
 
 # run.sh, .ci/run, requirements

@@ -2,19 +2,18 @@
 
     python plots/measure/ablation.py --algorithm ppo            minutes; files in plots/out/
     python plots/measure/ablation.py --algorithm td3 --rounds 3
-    python plots/measure/ablation.py --algorithm ppo --row eager      what plain code gains by
 
-HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too), or eager. In rounds: the
-whole script, then without one trick after the other, with what one would do otherwise in its place,
-each in a process of its own; round n with seed n. Where torch.compile cannot follow what takes the
-place of a trick, it compiles what is around that.
+HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too). In rounds: the whole
+script, then without one trick after the other, with what one would do otherwise in its place, each
+in a process of its own; round n with seed n. Where torch.compile cannot follow what takes the place
+of a trick, it compiles what is around that.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of whole        median over the rounds of steps/s divided by the whole script's in that round
     worth           microseconds that the trick saves per environment step, median over the rounds
     warm-up s       median seconds until that window
 
-Written to plots/out/: ablation_ALGORITHM_ROW.md, .json, and logs/. Exit status 1 if a run failed.
+Written to plots/out/: ablation_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
 """
 
 import argparse
@@ -251,10 +250,6 @@ def patch_vector(module) -> None:
     module.PPO.update = update
 
 
-def patch_threads(module) -> None:
-    module.torch.set_num_threads = lambda threads: None
-
-
 OFF_POLICY = {
     "critics stacked by vmap": patch_stacking,
     "replay in one tensor, one gather": patch_replay,
@@ -275,45 +270,31 @@ ON_POLICY = {
     "advantages in log2(T) steps": patch_advantages,
     "parameters in one vector": patch_vector,
     "an Adam that compiles": patch_optimizer,
-    "one thread": patch_threads,
     "update compiled": uncompiled("update"),
     "no guards": patch_guards,
     "kernels called from C++": once_compiled(call_from_python),
     "tanh by exp": once_compiled(restore_tanh),
 }
-# without --compile there is nothing of it
-OF_COMPILER = ("critic update compiled", "actor update compiled", "acting compiled", "no guards")
-OF_COMPILER += ("denormal numbers as zero", "update compiled", "one thread", "tanh by exp")
-OF_COMPILER += ("kernels called from C++",)
-
-TRICKS = {  # (algorithm, row of the speed-up table) -> {name: patch}
-    (algorithm, row): {
-        name: patch for name, patch in tricks.items() if row == "compile" or name not in OF_COMPILER
-    }
-    for algorithm, tricks in (("sac", OFF_POLICY), ("td3", OFF_POLICY), ("ppo", ON_POLICY))
-    for row in ("compile", "eager")
-}
+TRICKS = {"sac": OFF_POLICY, "td3": OFF_POLICY, "ppo": ON_POLICY}
 
 
-def work(algorithm: str, row: str, trick: str, seed: int, steps: int) -> None:
+def work(algorithm: str, trick: str, seed: int, steps: int) -> None:
     """The worker: trains once, without `trick`."""
     module = importlib.import_module(f"leanrl.{algorithm}_continuous_action{run_dirs.VARIANT}")
     if trick != WHOLE:
-        TRICKS[algorithm, row][trick](module)
+        TRICKS[algorithm][trick](module)
     settings = SETTINGS[algorithm] | {"total_timesteps": steps, "seed": seed}
-    settings |= {"exp_name": f"ablation-{algorithm}-{row}-without-{trick}"}  # no run of the script
-    if row == "compile":
-        settings |= {"compile": True, "cudagraphs": torch.cuda.is_available()}
+    settings |= {"exp_name": f"ablation-{algorithm}-without-{trick}"}  # no run of the script
+    settings |= {"compile": True, "cudagraphs": torch.cuda.is_available()}
     module.main(module.Args(**settings))
 
 
 def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dict:
     """One run without `trick` -> its numbers; ValueError says what went wrong."""
-    number = [WHOLE, *TRICKS[options.algorithm, options.row]].index(trick)
-    stem = f"ablation-{options.algorithm}-{options.row}-{number}-seed-{seed}"
+    number = [WHOLE, *TRICKS[options.algorithm]].index(trick)
+    stem = f"ablation-{options.algorithm}-{number}-seed-{seed}"
     command = [sys.executable, "plots/measure/ablation.py", "--algorithm", options.algorithm]
-    command += ["--row", options.row, "--worker", trick]
-    command += ["--seed", str(seed), "--steps", str(options.steps)]
+    command += ["--worker", trick, "--seed", str(seed), "--steps", str(options.steps)]
     log = options.out / "logs" / f"{stem}.log"
     # SAC and TD3 set it before they import torch, which is too late for a worker of this program
     waiting = {} if options.algorithm == "ppo" else {"GOMP_SPINCOUNT": "1000"}
@@ -333,21 +314,20 @@ def cells(rows: list[dict]) -> list[list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = rounds.make_parser(__doc__)
     parser.add_argument("--algorithm", choices=SETTINGS, default="ppo")
-    parser.add_argument("--row", choices=("compile", "eager"), default="compile")
     parser.add_argument("--worker", help="internal: one run, without this trick")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     options.steps = options.steps or SETTINGS[options.algorithm]["total_timesteps"]
     if options.worker:
-        work(options.algorithm, options.row, options.worker, options.seed, options.steps)
+        work(options.algorithm, options.worker, options.seed, options.steps)
         return 0
-    tricks = [WHOLE, *TRICKS[options.algorithm, options.row]]
+    tricks = [WHOLE, *TRICKS[options.algorithm]]
     results, failures = rounds.take_turns(tricks, options, measure)
     rows = summarize(results, tricks)
-    command = processes.call("ablation.py", options, "algorithm", "row", "rounds", "steps")
+    command = processes.call("ablation.py", options, "algorithm", "rounds", "steps")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
-    name = f"ablation_{options.algorithm}_{options.row}"
     above = ["Tricks taken away one at a time", f"HalfCheetah-v5, {options.steps:,} steps per run"]
+    name = f"ablation_{options.algorithm}"
     return rounds.report(name, above, cells(rows), record, options)
 
 
