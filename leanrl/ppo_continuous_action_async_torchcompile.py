@@ -279,7 +279,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         self.statistics["discounted_reward"] = self.x[:, -1]
 
     def center(self, x: np.ndarray, rms: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Takes x (...) into rms, each (...), as Gymnasium does -> x - means, deviations (...)."""
+        """Takes x into means, variances, counts, each (...) -> x - means, deviations (...)."""
         mean, var, count = rms
         count += 1
         delta = x - mean
@@ -306,7 +306,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
                 ended[i] = info["episode"]
         x, std = self.center(self.x, self.rms)
         x[:, -1] = rewards  # divided by the deviation of their discounted sum
-        x = np.float32(np.minimum(np.maximum(x / std, -10), 10))  # clip takes twice the time
+        x = np.float32(np.minimum(np.maximum(x / std, -10), 10))  # clip takes longer
         obs, rewards = x[:, :-1], x[:, -1]
         if ended:
             episode = {key: {i: ended[i][key] for i in ended} for key in ("r", "l")}
@@ -585,9 +585,9 @@ class PPO(nn.Module):
 def compile_agent(agent: PPO) -> None:
     """The update is compiled when it is first called."""
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
-    torch._inductor.config.reorder_for_locality = False  # in torch 2.11 it moves reads past writes
+    torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
-    torch._inductor.config.cpp_wrapper = next(agent.parameters()).is_cpu  # C++ calls the kernels
+    torch._inductor.config.cpp_wrapper = next(agent.parameters()).is_cpu  # C++ calls kernels faster
     torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
     # no guards, which ask at each call whether the code still fits: each agent has code of its own
     no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}

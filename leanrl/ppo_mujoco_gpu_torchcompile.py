@@ -692,7 +692,7 @@ class PPO(nn.Module):
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called."""
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
-    torch._inductor.config.reorder_for_locality = False  # in torch 2.11 it moves reads past writes
+    torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
     # no guards, which ask at each call whether the code still fits: each agent has code of its own

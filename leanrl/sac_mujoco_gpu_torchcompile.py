@@ -734,9 +734,9 @@ class SAC(nn.Module):
 def compile_agent(agent: SAC) -> None:
     """Each method is compiled when it is first called."""
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
-    torch._inductor.config.reorder_for_locality = False  # in torch 2.11 it moves reads past writes
+    torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
-    torch._inductor.config.cpp_wrapper = next(agent.parameters()).is_cpu  # C++ calls the kernels
+    torch._inductor.config.cpp_wrapper = next(agent.parameters()).is_cpu  # C++ calls kernels faster
     # no guards, which ask at each call whether the code still fits: each agent has code of its own
     for name in ("act", "update_critic", "update_actor"):
         method = getattr(type(agent), name)

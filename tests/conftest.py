@@ -32,6 +32,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kernels_called_from_python():
+    """Some scripts call them from C++, in their whole process: each test file starts without."""
+    yield
+    if config := sys.modules.get("torch._inductor.config"):
+        config.cpp_wrapper = False
+
+
 @pytest.fixture
 def one_thread():
     """PyTorch computes with one, and afterwards with as many as before."""

@@ -55,6 +55,7 @@ def trace() -> dict[str, tuple]:
     space = gym.spaces.Box(-np.ones(A, np.float32), np.ones(A, np.float32))
     agent = script.SAC(script.Args(), OBS, space, torch.device("cpu"))
     script.compile_agent(agent)
+    torch._inductor.config.cpp_wrapper = False  # as the script has it on a GPU
     obs, next_obs, noise, actions = (torch.rand(B, size) for size in (OBS, OBS, A, A))
     rows = {"obs": obs, "next_obs": next_obs, "actions": actions}
     batch = script.Batch(**{name: rows.get(name, torch.zeros(B)) for name in script.Batch._fields})
