@@ -198,8 +198,8 @@ def devices() -> str:
     """Acting and learning at the same time, against in turns."""
     found = record("devices_continuous_cpu")
     heading = ["", "steps/s", "of in turns", "return", "learner waits", "collector waits"]
-    table, names, kinds = [heading], {}, ("baseline", "variant")
-    for kind in kinds:
+    table, names = [heading], {}
+    for kind in ("baseline", "variant"):
         names |= {kind: f"in turns, {kind}", f"{kind} (asynchronous)": f"at the same time, {kind}"}
     names["variant (two processes, in turns)"] = "in turns, variant, in two processes (`--sync`)"
     for row in found["rows"]:

@@ -124,11 +124,11 @@ def without_a_trick(algorithm: str, trick: str, compiled: bool):
     spec.loader.exec_module(module)
     ablation.TRICKS[algorithm][trick](module)
     settings = {"env_id": "Pendulum-v1", "total_timesteps": 64, "exp_name": trick}
+    settings["compile"] = compiled
     if algorithm == "ppo":
         settings |= {"num_steps": 32, "num_minibatches": 2, "update_epochs": 1}
     else:
         settings |= {"learning_starts": 16, "batch_size": 8, "buffer_size": 100}
-    settings |= {"compile": compiled}
     run_dir = module.main(module.Args(**settings))
     assert json.loads((run_dir / "stages.json").read_text())["sps_inclusive"] > 0
 
