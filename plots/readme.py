@@ -14,6 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
 from run_dirs import ROOT, ROWS, as_markdown, make_parser, short
 
 RESULTS = ROOT / "plots/results"
@@ -162,7 +163,12 @@ def overhead() -> str:
 
 
 def learning() -> str:
-    """What was learned, a line per record: last evaluations, or else the last 10 returns."""
+    """What was learned, a line per record: last evaluations, or else the last 10 returns.
+
+    From five seeds on these are their mean and its 95% interval.
+    """
+    from curves import bootstrap
+
     table = [["environment", "script", "steps", "return", "elsewhere"]]
     for name, script, elsewhere in LEARNED:
         runs = record(name)["runs"]
@@ -171,8 +177,11 @@ def learning() -> str:
         steps = runs[0][kind][-1][0]
         ends = [run[kind][-1][1] if evaluated else run["mean_return_last_10"] for run in runs]
         env_id = runs[0]["config"]["args"]["env_id"]
-        said = ", ".join([*map(short, ends), *["evaluated"] * evaluated])
-        table.append([env_id, script, f"{steps:,}", said, elsewhere])
+        said = ", ".join(map(short, ends))
+        if len(ends) >= 5:
+            low, high = bootstrap(np.array(ends)[:, None])
+            said = f"{short(np.mean(ends))} ({short(*low)}-{short(*high)}), seeds: {len(ends)}"
+        table.append([env_id, script, f"{steps:,}", said + ", evaluated" * evaluated, elsewhere])
     return f"{as_markdown(table, labels=2)}\n"
 
 
