@@ -85,11 +85,6 @@ def patch_guards(module) -> None:
     compile_by(module, lambda compile, method, options: compile(method, fullgraph=True))
 
 
-def patch_denormals(module) -> None:
-    """Numbers below 1e-38 as PyTorch computes them."""
-    module.torch.set_flush_denormal = lambda flush: None
-
-
 def restore_tanh(agent) -> None:
     """The hyperbolic tangent of the compiler's vector library."""
     torch._inductor.config.cpp.use_decompose_tanh = False
@@ -254,13 +249,6 @@ OFF_POLICY = {
     "critics stacked by vmap": patch_stacking,
     "replay in one tensor, one gather": patch_replay,
     "an Adam that compiles": patch_optimizer,
-    "weights laid as their gradients": once_compiled(lay_by_rows),
-    "critic update compiled": uncompiled("update_critic"),
-    "actor update compiled": uncompiled("update_actor"),
-    "acting compiled": uncompiled("act"),
-    "no guards": patch_guards,
-    "kernels called from C++": once_compiled(call_from_python),
-    "denormal numbers as zero": patch_denormals,
 }
 ON_POLICY = {
     "acting in NumPy": patch_acting,
@@ -270,12 +258,25 @@ ON_POLICY = {
     "advantages in log2(T) steps": patch_advantages,
     "parameters in one vector": patch_vector,
     "an Adam that compiles": patch_optimizer,
-    "update compiled": uncompiled("update"),
-    "no guards": patch_guards,
-    "kernels called from C++": once_compiled(call_from_python),
-    "tanh by exp": once_compiled(restore_tanh),
 }
-TRICKS = {"sac": OFF_POLICY, "td3": OFF_POLICY, "ppo": ON_POLICY}
+# tricks that change nothing without --compile
+COMPILED_OFF_POLICY = {
+    "critic update compiled": uncompiled("update_critic"),
+    "actor update compiled": uncompiled("update_actor"),
+    "acting compiled": uncompiled("act"),
+    "weights laid as their gradients": once_compiled(lay_by_rows),
+    "no guards": patch_guards,
+}
+COMPILED_ON_POLICY = {"update compiled": uncompiled("update"), "no guards": patch_guards}
+if not torch.cuda.is_available():
+    for tricks in (COMPILED_OFF_POLICY, COMPILED_ON_POLICY):
+        tricks["kernels called from C++"] = once_compiled(call_from_python)
+    COMPILED_ON_POLICY["tanh by exp"] = once_compiled(restore_tanh)
+TRICKS = {
+    "sac": OFF_POLICY | COMPILED_OFF_POLICY,
+    "td3": OFF_POLICY | COMPILED_OFF_POLICY,
+    "ppo": ON_POLICY | COMPILED_ON_POLICY,
+}
 
 
 def work(algorithm: str, trick: str, seed: int, steps: int) -> None:
