@@ -22,7 +22,7 @@ REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "not measured"
 CLEANRL = "CleanRL {} after 1 M, v4"  # huggingface.co/cleanrl
 LEARNED = [  # record, what ran, what others have published
-    ("sac_halfcheetah_100k_cpu", "SAC, variant", CLEANRL.format("9,635 +- 1,424")),
+    ("sac_halfcheetah_300k_cpu", "SAC, variant", CLEANRL.format("9,635 +- 1,424")),
     ("td3_halfcheetah_150k_cpu", "TD3, variant", CLEANRL.format("9,583 +- 126")),
     ("ppo_halfcheetah_1m_baseline_cpu", "PPO, baseline", CLEANRL.format("1,443 +- 46")),
     ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
