@@ -318,7 +318,7 @@ class CPhysics:
         self.parts = np.array_split(range(num_envs), min(os.cpu_count(), num_envs))
         self.pool = ThreadPoolExecutor(len(self.parts))
         self.arrays = {name: [getattr(data, name) for data in self.worlds] for name in reads}
-        self.overflow = torch.zeros(num_envs)  # its memory for contacts grows
+        self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
         self.state = SimpleNamespace()  # the same on the device, brought up to date
         for name, (array, *_) in self.arrays.items():
             setattr(self.state, name, torch.zeros(num_envs, *array.shape, device=device))
@@ -383,7 +383,7 @@ class WarpPhysics:
         self.warp, self.on_gpu = wp, device.type == "cuda"
         tensors = {name: wp.to_torch(getattr(self.data, name)) for name in reads}  # no copies
         self.state, self.ctrl = SimpleNamespace(**tensors), wp.to_torch(self.data.ctrl)
-        self.overflow = wp.to_torch(self.data.overflow)  # not 0 where contacts were dropped
+        self.overflow = wp.to_torch(self.data.overflow)  # not 0 once contacts were dropped
         self.forces = [tensors[name] for name in reads if "frc" in name]
         self.forces.append(wp.to_torch(self.data.qacc_warmstart))
 
@@ -851,7 +851,7 @@ def main(args: Args) -> Path:
                 explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
                 known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
                 of_ended = torch.stack(rollout[-2:]).where(known, math.nan).nanmean(dim=(1, 2))
-                overflows = envs.physics.overflow.count_nonzero()  # worlds without room
+                overflows = envs.physics.overflow.count_nonzero()  # worlds that ever lacked room
                 numbers = torch.stack([*losses, explained, *of_ended, envs.broken, overflows])
                 *losses, explained, returns, length, broken, overflows = numbers.tolist()  # waits
 

@@ -315,7 +315,7 @@ class CPhysics:
         self.parts = np.array_split(range(num_envs), min(os.cpu_count(), num_envs))
         self.pool = ThreadPoolExecutor(len(self.parts))
         self.arrays = {name: [getattr(data, name) for data in self.worlds] for name in reads}
-        self.overflow = torch.zeros(num_envs)  # its memory for contacts grows
+        self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
         self.state = SimpleNamespace()  # the same on the device, brought up to date
         for name, (array, *_) in self.arrays.items():
             setattr(self.state, name, torch.zeros(num_envs, *array.shape, device=device))
@@ -380,7 +380,7 @@ class WarpPhysics:
         self.warp, self.on_gpu = wp, device.type == "cuda"
         tensors = {name: wp.to_torch(getattr(self.data, name)) for name in reads}  # no copies
         self.state, self.ctrl = SimpleNamespace(**tensors), wp.to_torch(self.data.ctrl)
-        self.overflow = wp.to_torch(self.data.overflow)  # not 0 where contacts were dropped
+        self.overflow = wp.to_torch(self.data.overflow)  # not 0 once contacts were dropped
         self.forces = [tensors[name] for name in reads if "frc" in name]
         self.forces.append(wp.to_torch(self.data.qacc_warmstart))
 
@@ -824,7 +824,7 @@ def main(args: Args) -> Path:
                     for tag, value in zip(METRICS, row if num_updates else (), strict=False):
                         writer.add_scalar(f"losses/{tag}", value, global_step)
                     writer.add_scalar("charts/broken_worlds", envs.broken.item(), global_step)
-                    overflows = envs.physics.overflow.count_nonzero().item()  # worlds without room
+                    overflows = envs.physics.overflow.count_nonzero().item()  # worlds that ever lacked room
                     writer.add_scalar("charts/contact_overflows", overflows, global_step)
                     bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                     bar.update(global_step - bar.n)

@@ -289,7 +289,8 @@ def on_device(function, inputs, *args, **kwargs):
     """Calls an operator on the device, after what CUDA would say about it."""
     arguments = function._schema.arguments
     name = function._schema.name.split("::")[1]
-    elsewhere = [x for x in inputs if x.dim() and not on_cuda(x)]
+    joins = name in ("cat", "stack")  # others take numbers of the CPU, too
+    elsewhere = [x for x in inputs if (x.dim() or joins) and not on_cuda(x)]
     if elsewhere and len(elsewhere) < len(inputs) and name not in MIXING:
         report_problem(f"{name}: expected all tensors to be on the same device")
     generator = getattr(kwargs.get("generator"), "_cdata", None)

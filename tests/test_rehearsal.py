@@ -159,6 +159,10 @@ def buffer_on_the_cpu():
     torch.ones(N, device="cuda") + torch.ones(N)  # bug
 
 
+def number_of_the_cpu():
+    torch.stack([torch.ones((), device="cuda"), torch.ones(())])  # bug
+
+
 def read_too_early():
     ones = torch.ones(N, device="cuda").to("cpu", non_blocking=True)
     assert not ones.isnan().any(), "the copy is not over"  # bug
@@ -178,6 +182,7 @@ BUGS = {
     upload_in_a_graph: "a copy from the CPU during a capture",
     forgotten_cpu: "numpy: the tensor is on CUDA",
     buffer_on_the_cpu: "expected all tensors to be on the same device",
+    number_of_the_cpu: "stack: expected all tensors to be on the same device",
     read_too_early: "the copy is not over",
 }
 
