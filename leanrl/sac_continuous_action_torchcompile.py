@@ -339,7 +339,7 @@ class ReplayBuffer:
         obs, actions, next_obs, rewards, terminated = self.rows.split(widths, dim=1)
         self.batch = Batch(obs, actions, next_obs, rewards.squeeze(1), terminated.squeeze(1))
 
-    def add(self, *fields: np.ndarray) -> None:
+    def add(self, *fields: np.ndarray | Tensor) -> None:
         """Stores N transitions: fields (N, ...) in the order of `Batch`, of any type."""
         end = self.position + len(fields[0])
         # speed: one copy, for which the CPU does not wait: PyTorch hands out pinned memory again
@@ -366,13 +366,13 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict:
         # speed: one tensor
-        return {"position": self.position, "data": self.data[: self.size].clone().cpu()}
+        return {"position": self.position, "data": self.data[: self.size].to("cpu", copy=True)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.position = state["position"] // self.args.num_envs * self.args.num_envs  # whole steps
+        self.position = state["position"] % self.capacity // self.args.num_envs * self.args.num_envs
         # speed: in place, where graphs read
-        self.size = len(state["data"])
-        self.data[: self.size].copy_(state["data"])
+        self.size = min(len(state["data"]), self.capacity)  # what fits
+        self.data[: self.size].copy_(state["data"][: self.size])
         self.device_size.fill_(self.size)
 
 

@@ -299,7 +299,7 @@ class ReplayBuffer:
         shapes = (obs_dim,), (action_dim,), (obs_dim,), (), ()
         self.data = Batch(*(torch.empty(self.capacity, *s, device=device) for s in shapes))
 
-    def add(self, *fields: np.ndarray) -> None:
+    def add(self, *fields: np.ndarray | Tensor) -> None:
         """Stores N transitions: fields (N, ...) in the order of `Batch`, of any type."""
         end = self.position + len(fields[0])
         for stored, new in zip(self.data, fields, strict=True):
@@ -313,14 +313,14 @@ class ReplayBuffer:
         return Batch(*(stored[index] for stored in self.data))
 
     def state_dict(self) -> dict:
-        data = [x[: self.size].clone().cpu() for x in self.data]  # not the storage of all
+        data = [x[: self.size].to("cpu", copy=True) for x in self.data]  # not the storage of all
         return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
-        self.position = state["position"] // self.args.num_envs * self.args.num_envs  # whole steps
-        self.size = len(state["data"][0])
+        self.position = state["position"] % self.capacity // self.args.num_envs * self.args.num_envs
+        self.size = min(len(state["data"][0]), self.capacity)  # what fits
         for stored, saved in zip(self.data, state["data"], strict=True):
-            stored[: self.size] = saved
+            stored[: self.size] = saved[: self.size]
 
 
 def critic_loss(agent: "TD3", batch: Batch, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor]:

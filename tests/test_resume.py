@@ -153,6 +153,10 @@ def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys):
     config = json.loads((run_dir / "config_252.json").read_text())
     assert config["args"]["resume"] == str(run_dir)
 
+    flags |= {"num_envs": 3, "buffer_size": 100}  # a smaller ring keeps what fits, in whole steps
+    train(module, **flags, total_timesteps=530, resume=str(run_dir))
+    assert len(stored(read_checkpoint(run_dir)["replay"])) == 99
+
 
 def stored(replay: dict) -> torch.Tensor:
     """The rows of either script's replay buffer."""
