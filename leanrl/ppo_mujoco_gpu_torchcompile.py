@@ -705,26 +705,20 @@ def compile_agent(agent: PPO) -> None:
 
 def evaluate(agent: PPO, args: Args, video: Path | None) -> float:
     """Mean return of K of Gymnasium's own episodes from always the same starts, without noise."""
-
-    def make_env(index: int) -> gym.Env:
-        if video is None or index > 0:
-            return gym.make(args.env_id)
+    makers = [lambda: gym.make(args.env_id)] * args.eval_episodes
+    if video is not None:
         env = gym.make(args.env_id, render_mode="rgb_array")
-        return gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-
-    envs = gym.vector.SyncVectorEnv([lambda i=i: make_env(i) for i in range(args.eval_episodes)])
-    shape = args.eval_episodes, envs.single_action_space.shape[0]
-    noise = torch.zeros(shape, device=agent.model.actor_logstd.device)
+        makers[0] = lambda: gym.wrappers.RecordVideo(env, str(video), lambda i: i == 0)
+    envs = gym.vector.SyncVectorEnv(makers)
+    noise = torch.zeros(envs.action_space.shape, device=agent.model.actor_logstd.device)
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
-    for _ in range(50_000):  # an episode without end counts with its return so far
+    while running.any():  # each has a time limit
         actions, _, _ = PPO.act(agent, torch.as_tensor(obs).to(noise), noise)
         actions = actions.cpu().numpy().clip(envs.action_space.low, envs.action_space.high)
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
-        if not running.any():
-            break
     envs.close()
     return float(returns.mean())
 
