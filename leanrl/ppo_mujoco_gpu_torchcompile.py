@@ -280,7 +280,7 @@ def inverted_pendulum(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tup
     return torch.cat([s.qpos, s.qvel], dim=1), (~fallen).float(), fallen
 
 
-def inverted_double_pendulum(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
+def double_pendulum(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
     x, _, y = s.site_xpos[:, 0].unbind(1)  # of the tip
     costs = 0.01 * x.square() + (y - 2).square()
     costs = costs + 1e-3 * s.qvel[:, 1].square() + 5e-3 * s.qvel[:, 2].square()
@@ -291,18 +291,15 @@ def inverted_double_pendulum(s: SimpleNamespace, speed: Tensor, actions: Tensor)
 
 # A task judges N worlds after a step: fields of mujoco.MjData, float32 (N, ...), speed forward (N,)
 # in m/s, actions (N, A) -> observations (N, O), rewards (N,), terminated (N,). With it come what it
-# reads of MjData, and which noise velocities have when an episode begins.
-STATE = ("qpos", "qvel")
-CONTACTS, TIP = (*STATE, "xpos", "cfrc_ext"), (*STATE, "site_xpos", "qfrc_constraint")
-BODIES = (*STATE, "xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+# reads of MjData besides qpos and qvel, and which noise velocities have when an episode begins.
 TASKS = {
-    "HalfCheetah-v5": (half_cheetah, STATE, "normal"),
-    "Hopper-v5": (hopper, STATE, "uniform"),
-    "Walker2d-v5": (walker2d, STATE, "uniform"),
-    "Ant-v5": (ant, CONTACTS, "normal"),
-    "Humanoid-v5": (humanoid, BODIES, "uniform"),
-    "InvertedPendulum-v5": (inverted_pendulum, STATE, "uniform"),
-    "InvertedDoublePendulum-v5": (inverted_double_pendulum, TIP, "normal"),
+    "HalfCheetah-v5": (half_cheetah, (), "normal"),
+    "Hopper-v5": (hopper, (), "uniform"),
+    "Walker2d-v5": (walker2d, (), "uniform"),
+    "Ant-v5": (ant, ("xpos", "cfrc_ext"), "normal"),
+    "Humanoid-v5": (humanoid, ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"), "uniform"),
+    "InvertedPendulum-v5": (inverted_pendulum, (), "uniform"),
+    "InvertedDoublePendulum-v5": (double_pendulum, ("site_xpos", "qfrc_constraint"), "normal"),
 }
 
 
@@ -416,11 +413,12 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
     def __init__(self, env_id: str, num_envs: int, device: torch.device, physics: str):
         env = gym.make(env_id).unwrapped
         self.num_envs, self.dt, self.scale = num_envs, env.dt, env._reset_noise_scale
-        self.judge, reads, self.noise = TASKS[env_id]
+        self.judge, more, self.noise = TASKS[env_id]
         self.moves = "Pendulum" not in env_id  # x grows without end, and is not observed
         self.single_action_space = env.action_space
         self.single_observation_space = env.observation_space
         on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
+        reads = "qpos", "qvel", *more
         self.physics = (WarpPhysics if on_warp else CPhysics)(env, num_envs, reads, device)
         arrays = env.init_qpos, env.init_qvel, env.model.body_mass
         arrays += env.action_space.low, env.action_space.high
