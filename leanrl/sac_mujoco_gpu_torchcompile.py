@@ -432,7 +432,6 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         arrays += env.action_space.low, env.action_space.high
         arrays = (torch.tensor(x, dtype=torch.float32, device=device) for x in arrays)
         self.qpos, self.qvel, self.mass, self.low, self.high = arrays
-        self.obs = torch.zeros(num_envs, *env.observation_space.shape, device=device)
         self.returns, self.position, self.lengths = torch.zeros(3, num_envs, device=device)
         self.broken = torch.zeros((), device=device)
 
@@ -446,11 +445,10 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         """Starts all episodes, drawn from torch's generator if not by seed -> obs (N, O), {}."""
-        generator = None if seed is None else torch.Generator(self.obs.device).manual_seed(seed)
+        generator = None if seed is None else torch.Generator(self.qpos.device).manual_seed(seed)
         self.lengths.copy_(torch.arange(self.num_envs) * self.max_steps // self.num_envs)
         self.returns.copy_(torch.where(self.lengths > 0, math.nan, 0.0))
-        self.begin(self.lengths >= 0, self.draw(self.num_envs, generator=generator))
-        return self.obs.clone(), {}
+        return self.begin(self.lengths >= 0, self.draw(self.num_envs, generator=generator)), {}
 
     def step(self, actions: Tensor, noise: Tensor | None = None) -> tuple:
         """Actions (N, A), clipped to their space, and a `draw` for the episodes that begin.
@@ -461,8 +459,10 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         actions = actions.clamp(self.low, self.high)
         self.physics.step(actions)
         *results, infos = self.settle(actions)
-        self.begin(infos["_episode"], self.draw(self.num_envs) if noise is None else noise)
-        return self.obs.clone(), *results, infos
+        ended = infos["_episode"]
+        noise = self.draw(self.num_envs) if noise is None else noise
+        obs = torch.where(ended[:, None], self.begin(ended, noise), infos["final_obs"])
+        return obs, *results, infos
 
     def settle(self, actions: Tensor) -> tuple:
         """Judges what the physics has led to -> rewards, terminated, truncated (N,), infos."""
@@ -470,31 +470,31 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         speed = (position - self.position) / self.dt
         obs, rewards, terminated = self.judge(self.physics.state, speed, actions)
         finite = obs.isfinite().all(1) & rewards.isfinite()
-        rewards, terminated = rewards.where(finite, 0), terminated | ~finite
-        self.obs.copy_(obs.where(finite[:, None], 0))
+        obs, rewards = obs.where(finite[:, None], 0), rewards.where(finite, 0)
+        terminated = terminated | ~finite
         self.position.copy_(position)
         self.broken += (~finite).sum()
         self.returns += rewards
         self.lengths += 1
         truncated = self.lengths >= self.max_steps
         ended = terminated | truncated
-        infos = {"final_obs": self.obs.clone(), "_final_obs": ended, "_episode": ended}
+        infos = {"final_obs": obs, "_final_obs": ended, "_episode": ended}
         infos["episode"] = {"r": self.returns.clone(), "l": self.lengths.clone()}
         self.returns.masked_fill_(ended, 0)
         self.lengths.masked_fill_(ended, 0)
         return rewards, terminated, truncated, infos
 
-    def begin(self, ended: Tensor, noise: Tensor) -> None:
-        """Begins episodes where `ended` (N,), and brings the worlds that move back to x = 0."""
+    def begin(self, ended: Tensor, noise: Tensor) -> Tensor:
+        """Begins episodes where `ended` (N,), brings the worlds that move back to x = 0 -> obs."""
         qpos, qvel = noise.split([len(self.qpos), len(self.qvel)], dim=1)
         self.physics.begin(ended, self.qpos + qpos, self.qvel + qvel)
         state, zeros = self.physics.state, torch.zeros_like(noise[:, : len(self.low)])
         obs, _, _ = self.judge(state, zeros[:, 0], zeros)
-        self.obs.copy_(torch.where(ended[:, None], obs, self.obs))
         self.position.copy_(torch.where(ended, self.find_position(), self.position))
         if self.moves:  # float32 would lose the speed in a large x
             self.position -= state.qpos[:, 0]
             state.qpos[:, 0] = 0
+        return obs
 
     def find_position(self) -> Tensor:
         """x (N,) in m of what is rewarded for moving: the centre of mass, the torso or the root."""
