@@ -52,7 +52,7 @@ class Args:
     stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
     env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
-    physics: Literal["auto", "c", "warp"] = "auto"  # C's on a CPU and Warp's on CUDA, or this one
+    physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
     num_steps: int = 64  # steps of a rollout in each environment
@@ -316,12 +316,12 @@ class CPhysics:
         self.pool = ThreadPoolExecutor(len(self.parts))
         self.arrays = {name: [getattr(data, name) for data in self.worlds] for name in reads}
         self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
-        self.state = SimpleNamespace()  # the same on the device, brought up to date
+        self.state = SimpleNamespace()  # the same in float32 on the device
         for name, (array, *_) in self.arrays.items():
             setattr(self.state, name, torch.zeros(num_envs, *array.shape, device=device))
 
     def step(self, actions: Tensor) -> None:
-        """Actions (N, A): a frame skip of each world, from where `state` has its x."""
+        """Steps each world by a frame skip with actions (N, A), from the x that `state` has."""
         actions, x = actions.double().cpu().numpy(), self.state.qpos[:, 0].tolist()
 
         def step_worlds(part: np.ndarray) -> None:  # MuJoCo lets the other threads run meanwhile
@@ -355,7 +355,7 @@ class WarpPhysics:
             import warp as wp
         except ImportError as error:
             raise SystemExit(f"{error}: pip install -r requirements/mujoco-warp.txt") from None
-        if env.model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:  # Humanoid's; Warp has no such
+        if env.model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:  # Humanoid's, which Warp lacks
             env.model.opt.solver, env.model.opt.iterations = mujoco.mjtSolver.mjSOL_NEWTON, 100
         # On steep capsules, Ant's feet, mujoco_warp 4.0.0 takes other directions of friction
         # than C, by which Ant's velocities differ in the first decimal
@@ -369,10 +369,10 @@ class WarpPhysics:
             def capture(*functions: Callable) -> wp.Graph:
                 for function in functions:  # compiles
                     function(model, self.data)
-                with wp.ScopedCapture() as capture:
+                with wp.ScopedCapture() as recorded:
                     for function in functions:
                         function(model, self.data)
-                return capture.graph
+                return recorded.graph
 
             forces = [mjw.rne_postconstraint] * ("cfrc_ext" in reads)
             self.steps = capture(*[mjw.step] * env.frame_skip, *forces)
@@ -396,16 +396,16 @@ class WarpPhysics:
         self.launch(self.derive)
 
     def launch(self, graph: "wp.Graph") -> None:  # noqa: F821
-        stream = torch.cuda.current_stream() if self.on_gpu else None
-        self.warp.capture_launch(graph, stream=stream and self.warp.stream_from_torch(stream))
+        stream = self.warp.stream_from_torch() if self.on_gpu else None  # torch's own
+        self.warp.capture_launch(graph, stream=stream)
 
 
 class MuJoCoEnvs(gym.vector.VectorEnv):
     """N of Gymnasium's MuJoCo environments in one batch: all tensors are float32 on `device`.
 
     An episode that ends begins anew in the same step. A world that is no longer finite ends its
-    episode with reward 0 and is counted in `broken`. The first episodes end early, each at another
-    step, so that later ones do not all end at once; their returns are NaN.
+    episode with reward 0 and is counted in `broken`. The first episodes, whose returns are NaN, end
+    early, each at another step, so that later ones do not all end at once.
     """
 
     metadata, max_steps = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}, 1000
