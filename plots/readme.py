@@ -23,7 +23,7 @@ NOT_MEASURED = "not measured"
 CLEANRL = "CleanRL {} after 1 M, v4"  # huggingface.co/cleanrl
 LEARNED = [  # record, what ran, what others have published
     ("sac_halfcheetah_300k_cpu", "SAC, variant", CLEANRL.format("9,635 +- 1,424")),
-    ("td3_halfcheetah_150k_cpu", "TD3, variant", CLEANRL.format("9,583 +- 126")),
+    ("td3_halfcheetah_1m_cpu", "TD3, variant", CLEANRL.format("9,583 +- 126")),
     ("ppo_halfcheetah_1m_baseline_cpu", "PPO, baseline", CLEANRL.format("1,443 +- 46")),
     ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
     ("ppo_mujoco_halfcheetah_1m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
