@@ -358,15 +358,16 @@ class WarpPhysics:
         capsule.source = capsule.source.replace("b_norm < 0.5", "b_norm < 1e-6")
         capsule.tree = ast.parse(capsule.source)
         wp.init()
-        with wp.ScopedDevice(wp.device_from_torch(device)):
-            model, self.data = mjw.put_model(env.model), mjw.make_data(env.model, nworld=num_envs)
+        with wp.ScopedDevice(str(device)):
+            self.data = mjw.make_data(env.model, nworld=num_envs)
+            self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
 
             def capture(*functions: Callable) -> wp.Graph:
                 for function in functions:  # compiles
-                    function(model, self.data)
+                    function(self.model, self.data)
                 with wp.ScopedCapture() as recorded:
                     for function in functions:
-                        function(model, self.data)
+                        function(self.model, self.data)
                 return recorded.graph
 
             forces = [mjw.rne_postconstraint] * ("cfrc_ext" in reads)

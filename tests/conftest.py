@@ -18,6 +18,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # an agent that is collected during another one's capture would end it; see torch.cuda.graph
+    torch.compiler.config.force_cudagraph_gc = True
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if started in the background
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and so by what tests start
     config.addinivalue_line("markers", "slow: takes minutes; runs with --slow")

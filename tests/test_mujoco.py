@@ -338,6 +338,20 @@ def test_what_a_user_gets_wrong(module, monkeypatch):
         train(module, total_timesteps=1024, physics="warp")
 
 
+@pytest.mark.skipif(not HAS_WARP, reason="needs requirements/mujoco-warp.txt")
+def test_warp_finds_the_cuda_device_that_torch_has_without_a_number(monkeypatch):
+    class AskedFor(Exception):
+        pass
+
+    def ask(device):
+        raise AskedFor(device)
+
+    monkeypatch.setattr("warp.ScopedDevice", ask)
+    env = gym.make("HalfCheetah-v5").unwrapped
+    with pytest.raises(AskedFor, match="^cuda$"):
+        baseline.WarpPhysics(env, 2, ("qpos", "qvel"), torch.device("cuda"))
+
+
 def test_differing_hunks_are_marked():
     assert_hunks_are_marked(baseline, variant)
     assert_hunks_are_marked(sac_baseline, sac_variant)
