@@ -5,7 +5,9 @@ What is shared with other scripts to the letter is tested there (test_shared), a
 
 import importlib
 import importlib.util
+import linecache
 import math
+import warnings
 from pathlib import Path
 
 import gymnasium as gym
@@ -319,6 +321,55 @@ def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
     assert again == run_dir and read_checkpoint(run_dir)["global_step"] == 1104
     with pytest.raises(SystemExit, match="nothing left to do"):
         train(sac_variant, **flags, resume=str(run_dir))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", [variant, sac_variant], ids=lambda module: module.SCRIPT)
+def test_graphed_runs_agree_with_eager(module):
+    """With MuJoCo's C engine, which does the same every time; and before and after each capture."""
+    flags = {"env_id": "InvertedPendulum-v5", "physics": "c", "save_model": True}
+    flags |= {"total_timesteps": 1024}
+    eager = read_checkpoint(train(module, **flags, exp_name="eager"))
+    graphed = read_checkpoint(train(module, **flags, cudagraphs=True))
+    torch.testing.assert_close(eager["agent"], graphed["agent"], atol=1e-3, rtol=0)
+    assert torch.equal(eager["generators"][1][0], graphed["generators"][1][0])
+
+
+PPO_ON_GPU = {"num_envs": 4096, "num_steps": 16, "total_timesteps": 4096 * 16 * 10}
+SAC_ON_GPU = {"num_envs": 4096, "utd_ratio": 0.001, "batch_size": 8192, "learning_starts": 8192}
+SAC_ON_GPU |= {"buffer_size": 500_000, "total_timesteps": 4096 * 250}
+PPO_WAITS = ("*losses, explained, returns, length, broken, overflows = numbers.tolist()",)
+SAC_WAITS = "row = metrics.tolist()", "returns, lengths, count = totals.tolist()"
+SAC_WAITS += 'writer.add_scalar("charts/broken_worlds"', "overflows = envs.physics.overflow"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_WARP, reason="needs requirements/mujoco-warp.txt")
+@pytest.mark.parametrize(
+    ("module", "flags", "captured", "waiting"),
+    [(variant, PPO_ON_GPU, 5, PPO_WAITS), (sac_variant, SAC_ON_GPU, 50, SAC_WAITS)],
+    ids=["PPO", "SAC"],
+)
+def test_only_rows_of_metrics_wait_for_the_device(module, flags, captured, waiting, monkeypatch):
+    """4,096 worlds of mujoco_warp, from the iteration on by which all graphs are captured."""
+
+    class Watch(module.Stopwatch):
+        def tick(self, env_steps):
+            super().tick(env_steps)
+            steady = captured * 4096 <= env_steps / flags.get("num_steps", 1)
+            last = env_steps >= flags["total_timesteps"]
+            torch.cuda.set_sync_debug_mode("warn" if steady and not last else "default")
+
+    monkeypatch.setattr(module, "Stopwatch", Watch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.main(module.Args(**flags, cudagraphs=True))
+    waits = [x for x in caught if "synchronizing CUDA operation" in str(x.message)]
+    lines = {linecache.getline(wait.filename, wait.lineno).strip() for wait in waits}
+    assert lines and all(line.startswith(waiting) for line in lines), lines
 
 
 @ALL_SCRIPTS

@@ -364,6 +364,7 @@ LEARNER_ON_CUDA = [
     f"test_async.py::test_devices_do_not_change_what_is_learned[{how}-('cuda', 'cpu')]"
     for how in ("eager", "graphs")
 ]
+WORLDS_ON_C = ["test_mujoco.py::test_graphed_runs_agree_with_eager"]  # Warp needs a real GPU
 
 
 @pytest.mark.parametrize(
@@ -373,6 +374,7 @@ LEARNER_ON_CUDA = [
         pytest.param(("test_td3.py", "test_cartpole.py", "test_resume.py"), marks=pytest.mark.slow),
         pytest.param(("test_sac.py", "test_atari.py", "test_multigpu.py"), marks=pytest.mark.slow),
         pytest.param(LEARNER_ON_CUDA, marks=pytest.mark.slow),
+        pytest.param(WORLDS_ON_C, marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
