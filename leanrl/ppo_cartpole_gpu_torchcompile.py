@@ -1,7 +1,7 @@
-"""PPO on thousands of CartPoles that are one tensor, with torch.compile and CUDA graphs.
+r"""PPO on thousands of CartPoles that are one tensor, with torch.compile and CUDA graphs.
 
     python leanrl/ppo_cartpole_gpu_torchcompile.py --compile --cudagraphs
-    python leanrl/ppo_cartpole_gpu_torchcompile.py --compile --cudagraphs --num-envs 1048576 \\
+    python leanrl/ppo_cartpole_gpu_torchcompile.py --compile --cudagraphs --num-envs 1048576 \
         --num-minibatches 64 --total-timesteps 1000000000
 
 The algorithm is that of its twin, ppo_cartpole_gpu.py, which says where it comes from and what the

@@ -1,7 +1,7 @@
-"""Soft Actor-Critic (SAC) for continuous actions, with torch.compile and CUDA graphs.
+r"""Soft Actor-Critic (SAC) for continuous actions, with torch.compile and CUDA graphs.
 
     python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs
-    python leanrl/sac_continuous_action_torchcompile.py --compile --env-id Pendulum-v1 \\
+    python leanrl/sac_continuous_action_torchcompile.py --compile --env-id Pendulum-v1 \
         --total-timesteps 12000                                     # learns in a minute or two
 
 The algorithm is that of its twin, sac_continuous_action.py, which says where it comes from and

@@ -1,7 +1,7 @@
-"""Soft Actor-Critic (SAC) on thousands of MuJoCo worlds in one batch: the baseline.
+r"""Soft Actor-Critic (SAC) on thousands of MuJoCo worlds in one batch: the baseline.
 
     python leanrl/sac_mujoco_gpu.py --eval-every 500000             # 64 HalfCheetahs, 5 M steps
-    python leanrl/sac_mujoco_gpu.py --num-envs 4096 --utd-ratio 0.001 --batch-size 8192 \\
+    python leanrl/sac_mujoco_gpu.py --num-envs 4096 --utd-ratio 0.001 --batch-size 8192 \
         --buffer-size 10_000_000                                     # for a GPU, on mujoco_warp
 
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and

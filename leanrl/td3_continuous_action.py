@@ -1,7 +1,7 @@
-"""Twin Delayed DDPG (TD3) for continuous actions, in plain eager PyTorch: the baseline of the pair.
+r"""Twin Delayed DDPG (TD3) for continuous actions, in plain eager PyTorch: the baseline.
 
     python leanrl/td3_continuous_action.py                          # HalfCheetah-v5, 1 M steps
-    python leanrl/td3_continuous_action.py --env-id Pendulum-v1 --total-timesteps 10000 \\
+    python leanrl/td3_continuous_action.py --env-id Pendulum-v1 --total-timesteps 10000 \
         --learning-starts 1000                                      # minutes
     python leanrl/td3_continuous_action.py --resume runs/RUN        # go on from its checkpoint.pt
 

@@ -1,7 +1,7 @@
-"""Twin Delayed DDPG (TD3) for continuous actions, with torch.compile and CUDA graphs.
+r"""Twin Delayed DDPG (TD3) for continuous actions, with torch.compile and CUDA graphs.
 
     python leanrl/td3_continuous_action_torchcompile.py --compile --cudagraphs
-    python leanrl/td3_continuous_action_torchcompile.py --compile --env-id Pendulum-v1 \\
+    python leanrl/td3_continuous_action_torchcompile.py --compile --env-id Pendulum-v1 \
         --total-timesteps 10000 --learning-starts 1000              # learns in a minute or two
 
 The algorithm is that of its twin, td3_continuous_action.py, which says where it comes from and
