@@ -146,6 +146,7 @@ case $command in
     --help | -h) usage && exit ;;
     *) die "unknown argument: $command (bash run.sh --help lists them)" 2 ;;
 esac
+! command -v nvidia-smi >/dev/null || needs+=(requirements/mujoco-warp.txt) # worlds on the GPU
 [[ $command != quick && $command != --full ]] || check_narrowing "$@"
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
