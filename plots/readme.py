@@ -5,7 +5,7 @@
 
 README has regions, `<!-- record: NAME -->` to `<!-- end -->`; the functions here of that NAME make
 their text; rows that a record lacks are called not measured. A test runs --check, and another one
-refuses numbers of speed outside of the regions. CleanRL's returns are its own publication's.
+refuses numbers of speed outside of the regions. CleanRL's returns are its documentation's.
 """
 
 import json
@@ -20,7 +20,7 @@ from run_dirs import ROOT, ROWS, as_markdown, make_parser, short
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "not measured"
-CLEANRL = "CleanRL {} after 1 M, v4"  # huggingface.co/cleanrl
+CLEANRL = "CleanRL {}, training, 1 M"  # docs.cleanrl.dev
 LEARNED = [  # record, what ran, what others have published
     ("sac_halfcheetah_300k_cpu", "SAC, variant", CLEANRL.format("9,635 +- 1,424")),
     ("td3_halfcheetah_1m_cpu", "TD3, variant", CLEANRL.format("9,583 +- 126")),
@@ -44,7 +44,7 @@ def record(name: str) -> dict:
 
 def with_range(spread: dict, middle: str = "mean") -> str:
     low, high = short(spread["min"]), short(spread["max"])
-    return short(spread[middle]) + (f" ({low}-{high})" if low != high else "")
+    return short(spread[middle]) + (f" ({low} to {high})" if low != high else "")
 
 
 def where(machine: dict) -> str:
@@ -62,7 +62,7 @@ def speedup() -> str:
     scripts = list(dict.fromkeys(script for script, _ in rows))
     captured = [row for row in ROWS if "cudagraphs" in row]
     heading = ["script", "baseline", "`--compile`", "`--cudagraphs`, alone and with it"]
-    table = [[*heading, "overall", "warm-up s, first and best"]]
+    table = [[*heading, "overall", "warm-up s"]]
     for script in scripts:
         line = [f"`{script}`"]
         for row in ("baseline", "compile"):
@@ -71,19 +71,18 @@ def speedup() -> str:
         spreads = [rows[script, row].get("sps_steady") for row in captured]
         line.append(" ".join(with_range(s) for s in spreads if s) or NOT_MEASURED)
         best = [rows[script, row] for row in ROWS if "speedup" in rows[script, row]][-1]
-        warmup = best["warmup_seconds"]
-        line += [f"**{best['speedup']:.2f}x**", f"{warmup['first']:.1f}, {warmup['best']:.1f}"]
+        line += [f"**{best['speedup']:.2f}x**", f"{best['warmup_seconds']['first']:.1f}"]
         table.append(line)
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
-    said = f"Environment steps/s in steady state, seeds per row: {seeds}, on "
+    said = f"Environment steps/s after the warm-up, in quick runs, seeds per row: {seeds}, on "
     said += f"{where(found['machine'])} (`speedup_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
 def field() -> str:
     """Against other libraries, a line per algorithm."""
-    heading = ["algorithm", "Stable-Baselines3", "SBX (JAX)", "baseline", "eager", "`--compile`"]
-    table = [[*heading, "of Stable-Baselines3", "of SBX", "rounds"]]
+    heading = ["algorithm", "Stable-Baselines3", "SBX (JAX)", "baseline", "variant"]
+    table = [[*heading, "`--compile`", "of Stable-Baselines3", "of SBX", "rounds"]]
     for name in ("sac", "td3", "ppo", "ppo_mujoco", "ppo_atari"):
         found = record(f"{name}_field_cpu")
         rows = {row["entrant"]: row for row in found["rows"]}
@@ -92,19 +91,21 @@ def field() -> str:
         cells = [
             with_range(rows[e]["sps_steady"], "median") if e in rows else "-" for e in entrants
         ]
-        title = name.upper().replace("_ATARI", " for Atari").replace("_MUJOCO", " on 64 worlds")
+        title = name.upper().replace("_ATARI", " for Atari")
+        title = title.replace("_MUJOCO", " on 64 worlds, theirs on 1")
         speeds = [{e: run["sps_steady"] for e, run in turn.items()} for turn in found["rounds"]]
         of_sbx = [turn[best["entrant"]] / turn["SBX"] for turn in speeds if "SBX" in turn]
         told = f"{statistics.median(of_sbx):.2f}x" if of_sbx else "-"
         table.append([title, *cells, f"**{ratio(best):.2f}x**", told, str(len(speeds))])
-    said = "Environment steps/s: median and range of rounds in turns (`*_field_cpu.md`; "
-    said += "`bash run.sh field --algorithm td3` makes such a record), a machine per row. Atari "
+    said = "Environment steps/s, and ratios of the same round: medians (and ranges) over rounds in "
+    said += "turns (`*_field_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "
     said += "with `--channels-last`, and its Stable-Baselines3 on that library's own environments."
     found = record("sac_mujoco_field_cpu")
     returns = [f"{row['entrant']}: {short(row['return']['median'])}" for row in found["rows"]]
     minutes, threads = found["command"].split()[-1], found["machine"]["cpu"]["threads"]
-    said += f" What SAC learns on HalfCheetah in {minutes} minutes, evaluated, each with its own "
-    said += f"defaults, threads: {threads}, seeds: {len(found['rounds'])}. {'; '.join(returns)}."
+    said += f" What SAC has learned on HalfCheetah after {minutes} minutes, evaluated, threads: "
+    said += f"{threads}, seeds: {len(found['rounds'])}, each with its own defaults, which matter "
+    said += f"as much as speed: {'; '.join(returns)}."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -155,11 +156,11 @@ def growth() -> str:
 
 
 def overhead() -> str:
-    """The largest bias of the stopwatch over all scripts."""
+    """The least and the largest bias of the stopwatch over all scripts."""
     rows = record("overhead_cpu")["rows"]
-    worst = max(rows, key=lambda row: abs(row["bias"]["mean"]))
-    said = f"at most {abs(worst['bias']['mean']):.1%} on average, by `{worst['script']}` "
-    return f"{said}{worst['row']}, of {len(rows)} rows (`overhead_cpu.md`).\n"
+    means = [row["bias"]["mean"] for row in rows]
+    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} rows, "
+    return f"{said}where a single pair differs by more (`overhead_cpu.md`).\n"
 
 
 def learning() -> str:
@@ -180,7 +181,7 @@ def learning() -> str:
         said = ", ".join(map(short, ends))
         if len(ends) >= 5:
             low, high = bootstrap(np.array(ends)[:, None])
-            said = f"{short(np.mean(ends))} ({short(*low)}-{short(*high)}), seeds: {len(ends)}"
+            said = f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
         table.append([env_id, script, f"{steps:,}", said + ", evaluated" * evaluated, elsewhere])
     return f"{as_markdown(table, labels=2)}\n"
 
@@ -206,7 +207,7 @@ def environments() -> str:
 def devices() -> str:
     """Acting and learning at the same time, against in turns."""
     found = record("devices_continuous_cpu")
-    heading = ["", "steps/s", "of in turns", "return", "learner waits", "collector waits"]
+    heading = ["", "steps/s", "against in turns", "return", "learner waits", "collector waits"]
     table, names = [heading], {}
     for kind in ("baseline", "variant"):
         names |= {kind: f"in turns, {kind}", f"{kind} (asynchronous)": f"at the same time, {kind}"}
@@ -217,7 +218,7 @@ def devices() -> str:
         line += [f"{row['of_first']:.2f}x", with_range(row["return"])]
         table.append(line + [f"{100 * w['median']:.0f}%" if w else "-" for w in waits])
     rounds, args = len(found["rounds"]), found["rounds"][0]["variant"]["config"]["args"]
-    said = f"HalfCheetah-v5, {args['total_timesteps']:,} steps, {rounds} rounds in turns on "
+    said = f"HalfCheetah-v5, {args['total_timesteps']:,} steps, {rounds} rounds on "
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
     said += "10 episodes' mean return (`devices_continuous_cpu.md`, "
     said += "`python plots/measure/devices.py`)."
