@@ -9,9 +9,11 @@ Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the va
 variant with --compile: HalfCheetah-v5, one environment, the same number of steps. SAC and TD3: one
 update per step on 256 transitions, networks of 256-256, the first 500 steps random. PPO: rollouts
 of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours normalizes observations
-and rewards. PPO on MuJoCo's worlds: ours on 64, the library on one. PPO for Atari: Breakout, 8
-games, rollouts of 128 steps, 4 epochs of 4 minibatches, clipping at 0.1, the network of Mnih et al;
-ours on EnvPool, Stable-Baselines3 on its own Atari environments. SBX takes no part in the last two.
+and rewards. PPO on MuJoCo's worlds: ours on 64, the library on one (ppo_mujoco), or on 64 as well,
+with our rollouts of 64 steps and 4 epochs of 16 minibatches (ppo_mujoco_64). PPO for Atari:
+Breakout, 8 games, rollouts of 128 steps, 4 epochs of 4 minibatches, clipping at 0.1, the network of
+Mnih et al; ours on EnvPool, Stable-Baselines3 on its own Atari environments. SBX is in SAC, TD3 and
+PPO alone.
 All else is each library's default. One process at a time, in rounds (A B C D E, A B C D E), round n
 with seed n. All use as many threads as they choose, and a GPU if their torch or JAX has one.
 
@@ -92,11 +94,19 @@ PPO = Algorithm(
     steady_after=3 * 2048,
     script="ppo_continuous_action",
 )
+ON_WORLDS = replace(PPO, script="ppo_mujoco_gpu", ours=WORLDS, libraries=SB3)
 ALGORITHMS = {
     "sac": OFF_POLICY,
     "td3": replace(OFF_POLICY, script="td3_continuous_action"),
     "ppo": PPO,
-    "ppo_mujoco": replace(PPO, script="ppo_mujoco_gpu", ours=WORLDS, libraries=SB3),
+    "ppo_mujoco": ON_WORLDS,
+    "ppo_mujoco_64": replace(
+        ON_WORLDS,
+        theirs=PPO.theirs | {"n_steps": 64, "batch_size": 256, "n_epochs": 4},
+        steps=14 * 4096,
+        steady_after=3 * 4096,
+        num_envs=64,
+    ),
     "sac_mujoco": Algorithm(
         theirs={},
         ours={},
