@@ -372,8 +372,12 @@ class WarpPhysics:
         capsule.tree = ast.parse(capsule.source)
         wp.init()
         with wp.ScopedDevice(str(device)):
-            self.data = mjw.make_data(env.model, nworld=num_envs)
+            try:
+                self.data = mjw.make_data(env.model, nworld=num_envs)
+            except (RuntimeError, ValueError) as error:  # of memory
+                raise SystemExit(f"--num-envs: {num_envs:,} worlds: {error}") from None
             self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
+            self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
 
             def capture(*functions: Callable) -> wp.Graph:
                 for function in functions:  # compiles
@@ -389,7 +393,7 @@ class WarpPhysics:
         self.warp, self.on_gpu = wp, device.type == "cuda"
         tensors = {name: wp.to_torch(getattr(self.data, name)) for name in reads}  # no copies
         self.state, self.ctrl = SimpleNamespace(**tensors), wp.to_torch(self.data.ctrl)
-        self.overflow = wp.to_torch(self.data.overflow)  # not 0 once contacts were dropped
+        self.overflow = wp.to_torch(self.data.overflow)  # not 0 once at a limit
         self.forces = [tensors[name] for name in reads if "frc" in name]
         self.forces.append(wp.to_torch(self.data.qacc_warmstart))
 
@@ -929,8 +933,8 @@ def main(args: Args) -> Path:
                     for tag, value in zip(METRICS, row if num_updates else (), strict=False):
                         writer.add_scalar(f"losses/{tag}", value, global_step)
                     writer.add_scalar("charts/broken_worlds", envs.broken.item(), global_step)
-                    overflows = envs.physics.overflow.count_nonzero().item()  # worlds
-                    writer.add_scalar("charts/contact_overflows", overflows, global_step)
+                    overflows = envs.physics.overflow.count_nonzero().item()
+                    writer.add_scalar("charts/overflows", overflows, global_step)
                     bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
                     bar.update(global_step - bar.n)
 

@@ -1,5 +1,6 @@
 """Shared by all tests: the scripts as modules, the markers `slow` and `gpu`, the flag --slow."""
 
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -32,6 +33,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="runs with --slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def no_old_graphs(request):
+    """Nor would Warp's capture outlive the collection of a graph of a test before."""
+    if "gpu" in request.keywords:
+        gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="module")

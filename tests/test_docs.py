@@ -132,6 +132,7 @@ def test_a_task_of_your_own_can_be_learned(monkeypatch, tmp_path):
     height = infos["final_obs"][:, 0]
     assert (rewards < torch.tensor([1.0, 0.4])).all() and (terminated == (height.abs() > 1)).all()
     flags = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 64}
+    flags |= {"physics": "c"}
     assert ppo_mujoco_gpu.main(ppo_mujoco_gpu.Args(**flags)).exists()
 
 

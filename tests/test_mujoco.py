@@ -34,15 +34,11 @@ SMALL = {"num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 
 SAC = {"num_envs": 8, "batch_size": 16, "learning_starts": 200, "buffer_size": 500}
 OBS, A = 17, 6
 HAS_WARP = importlib.util.find_spec("mujoco_warp") is not None
+NEEDS_WARP = pytest.mark.skipif(not HAS_WARP, reason="needs requirements/mujoco-warp.txt")
 PHYSICS = [
     "c",
-    pytest.param(
-        "warp",
-        marks=[
-            pytest.mark.slow,  # its kernels compile for a minute
-            pytest.mark.skipif(not HAS_WARP, reason="needs requirements/mujoco-warp.txt"),
-        ],
-    ),
+    pytest.param("warp", marks=[NEEDS_WARP, pytest.mark.slow]),  # its kernels compile for a minute
+    pytest.param("warp on cuda", marks=[NEEDS_WARP, pytest.mark.gpu]),
 ]
 # task -> how far mujoco_warp's observations and rewards may be from C's: 99% of them, all of them
 WARP_BOUNDS = {
@@ -57,7 +53,9 @@ WARP_BOUNDS = {
 
 
 def make_envs(env_id="HalfCheetah-v5", num_envs=4, physics="c"):
-    return baseline.MuJoCoEnvs(env_id, num_envs, CPU, physics)  # the same text in both files
+    physics, _, device = physics.partition(" on ")
+    device = torch.device(device or "cpu")
+    return baseline.MuJoCoEnvs(env_id, num_envs, device, physics)  # the same text in all files
 
 
 def train(module, **flags) -> Path:
@@ -67,11 +65,11 @@ def train(module, **flags) -> Path:
 
 def set_states(envs, qpos, qvel):
     """Begins episodes at these positions and velocities."""
-    qpos, qvel = (torch.as_tensor(np.array(x), dtype=torch.float32) for x in (qpos, qvel))
+    qpos, qvel = (torch.as_tensor(np.array(x)).to(envs.qpos) for x in (qpos, qvel))
     envs.lengths.zero_()
     envs.returns.zero_()
     envs.begin(
-        torch.ones(len(qpos), dtype=torch.bool),
+        torch.ones_like(qpos[:, 0], dtype=torch.bool),
         torch.cat([qpos - envs.qpos, qvel - envs.qvel], dim=1),
     )
 
@@ -96,12 +94,13 @@ def test_steps_are_gymnasiums(env_id, physics):
             env.set_state(*map(np.float64, state))
         set_states(envs, qpos, qvel)
         actions = rng.uniform(space.low, space.high, (4, *space.shape)).astype(np.float32)
-        _, rewards, terminated, truncated, infos = envs.step(torch.from_numpy(actions))
+        sent = torch.from_numpy(actions).to(envs.qpos)
+        _, rewards, terminated, truncated, infos = envs.step(sent)
         assert not truncated.any()
         for i, env in enumerate(own):
             obs, reward, ended, _, _ = env.step(actions[i])
             scale = np.maximum(np.abs(obs), 1)  # Humanoid's forces go into the thousands
-            error = np.abs(infos["final_obs"][i].numpy() - obs) / scale
+            error = np.abs(infos["final_obs"][i].cpu().numpy() - obs) / scale
             errors.append((error.max(), abs(rewards[i].item() - reward)))
             terminations += ended
             differ += ended != terminated[i].item()
@@ -268,7 +267,7 @@ def test_a_wrong_update_is_noticed():
 
 def test_whole_runs_agree_evaluate_and_resume():
     """Baseline, variant and compiled variant see the same episodes, which end in Hopper soon."""
-    flags = {"total_timesteps": 1024, "save_model": True, "env_id": "Hopper-v5"}
+    flags = {"total_timesteps": 1024, "save_model": True, "env_id": "Hopper-v5", "physics": "c"}
     flags |= {"eval_every": 1024, "eval_episodes": 2}
     series, expected = [], None
     for module, compiled in ((baseline, {}), (variant, {}), (variant, {"compile": True})):
@@ -289,7 +288,7 @@ def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
     """Three runs with the same draws from the replay buffer, which is filled more than once."""
     draw_alike(monkeypatch, sac_baseline, sac_variant)
     flags = {"total_timesteps": 1000, "save_model": True, "env_id": "InvertedPendulum-v5"}
-    flags |= {"eval_every": 1000, "eval_episodes": 2, "tau": 0.1, "utd_ratio": 0.25}
+    flags |= {"physics": "c", "eval_every": 1000, "eval_episodes": 2, "tau": 0.1, "utd_ratio": 0.25}
     for module in (sac_baseline, sac_variant):
         monkeypatch.setattr(module, "LOG_EVERY", 5)
     found = []
@@ -327,13 +326,14 @@ def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
 
 
 @pytest.mark.gpu
+@COMPILED
 @pytest.mark.parametrize("module", [variant, sac_variant], ids=lambda module: module.SCRIPT)
-def test_graphed_runs_agree_with_eager(module):
+def test_graphed_runs_agree_with_eager(module, compiled):
     """With MuJoCo's C engine, which does the same every time; and before and after each capture."""
     flags = {"env_id": "InvertedPendulum-v5", "physics": "c", "save_model": True}
     flags |= {"total_timesteps": 1024}
     eager = read_checkpoint(train(module, **flags, exp_name="eager"))
-    graphed = read_checkpoint(train(module, **flags, cudagraphs=True))
+    graphed = read_checkpoint(train(module, **flags, cudagraphs=True, compile=compiled))
     torch.testing.assert_close(eager["agent"], graphed["agent"], atol=1e-3, rtol=0)
     assert torch.equal(eager["generators"][1][0], graphed["generators"][1][0])
 
@@ -342,12 +342,13 @@ PPO_ON_GPU = {"num_envs": 4096, "num_steps": 16, "total_timesteps": 4096 * 16 * 
 SAC_ON_GPU = {"num_envs": 4096, "utd_ratio": 0.001, "batch_size": 8192, "learning_starts": 8192}
 SAC_ON_GPU |= {"buffer_size": 500_000, "total_timesteps": 4096 * 250}
 PPO_WAITS = ("*losses, explained, returns, length, broken, overflows = numbers.tolist()",)
+PPO_WAITS += ("exponential_average_factor = 1.0 / float(",)  # BatchNorm's, just before
 SAC_WAITS = "row = metrics.tolist()", "returns, lengths, count = totals.tolist()"
 SAC_WAITS += 'writer.add_scalar("charts/broken_worlds"', "overflows = envs.physics.overflow"
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_WARP, reason="needs requirements/mujoco-warp.txt")
+@NEEDS_WARP
 @pytest.mark.parametrize(
     ("module", "flags", "captured", "waiting"),
     [(variant, PPO_ON_GPU, 5, PPO_WAITS), (sac_variant, SAC_ON_GPU, 50, SAC_WAITS)],
@@ -372,24 +373,30 @@ def test_only_rows_of_metrics_wait_for_the_device(module, flags, captured, waiti
     assert lines and all(line.startswith(waiting) for line in lines), lines
 
 
+MANY = {"num_envs": 10**9, "total_timesteps": 10**11, "physics": "c"}
+
+
 @ALL_SCRIPTS
 def test_what_a_user_gets_wrong(module, monkeypatch):
     for flags, said in (
         ({"env_id": "Reacher-v5"}, "--env-id: Reacher-v5 is none of HalfCheetah-v5, "),
         ({"num_envs": 0}, "--num-envs: 0 is out of range"),
-        ({"num_envs": 10**9, "total_timesteps": 10**11}, "--num-envs: 1,000,000,000 worlds of"),
+        (MANY, "--num-envs: 1,000,000,000 worlds of 0.5 MB each do not fit in memory"),
         ({"gamma": math.nan}, "--gamma: nan is out of range"),
         *([({"num_envs": 7, "num_steps": 5}, "--num-minibatches")] * hasattr(module, "PPO")),
     ):
         with pytest.raises(SystemExit) as error:
             train(module, **{"total_timesteps": 1024} | flags)
         assert str(error.value).startswith(said) and "\n" not in str(error.value)
+    if HAS_WARP:
+        with pytest.raises(SystemExit, match="^--num-envs: 1,000,000,000 worlds: "):
+            train(module, **MANY | {"physics": "warp"})
     monkeypatch.setitem(__import__("sys").modules, "mujoco_warp", None)
     with pytest.raises(SystemExit, match=r"pip install -r requirements/mujoco-warp\.txt"):
         train(module, total_timesteps=1024, physics="warp")
 
 
-@pytest.mark.skipif(not HAS_WARP, reason="needs requirements/mujoco-warp.txt")
+@NEEDS_WARP
 def test_warp_finds_the_cuda_device_that_torch_has_without_a_number(monkeypatch):
     class AskedFor(Exception):
         pass
