@@ -2,9 +2,8 @@
 
     python leanrl/ppo_mujoco_gpu_torchcompile.py --compile --cudagraphs
 
-The algorithm is that of its twin, ppo_mujoco_gpu.py, which says where it comes from and what the
-shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest is the same
-to the letter. The first rollouts pay for compilation: seconds, reported as warm-up.
+The algorithm is that of its twin, ppo_mujoco_gpu.py, which says more; hunks that differ start with
+`# speed:`, the rest is the same to the letter. The first rollouts pay for compilation.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph
