@@ -32,6 +32,7 @@ LEARNED = [  # record, what ran, what others have published
     ("ppo_mujoco_walker2d_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_ant_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_hopper_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
+    ("ppo_mujoco_humanoid_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("sac_mujoco_halfcheetah_1m_cpu", "SAC on MuJoCo's worlds, variant", ""),
     ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
     ("ppo_cartpole_learning_cpu", "PPO on CartPoles, baseline and variant", "500 is the most"),
@@ -83,7 +84,9 @@ def field() -> str:
     """Against other libraries, a line per algorithm."""
     heading = ["algorithm", "Stable-Baselines3", "SBX (JAX)", "baseline", "variant"]
     table = [[*heading, "`--compile`", "of Stable-Baselines3", "of SBX", "rounds"]]
-    for name in ("sac", "td3", "ppo", "ppo_mujoco", "ppo_atari"):
+    titles = {"sac": "SAC", "td3": "TD3", "ppo": "PPO", "ppo_atari": "PPO for Atari"}
+    titles |= {"ppo_mujoco": "PPO, 64 worlds against 1", "ppo_mujoco_64": "PPO, 64 worlds each"}
+    for name, title in titles.items():
         found = record(f"{name}_field_cpu")
         rows = {row["entrant"]: row for row in found["rows"]}
         best = max((row for row in rows.values() if "LeanRL" in row["entrant"]), key=ratio)
@@ -91,8 +94,6 @@ def field() -> str:
         cells = [
             with_range(rows[e]["sps_steady"], "median") if e in rows else "-" for e in entrants
         ]
-        title = name.upper().replace("_ATARI", " for Atari")
-        title = title.replace("_MUJOCO", " on 64 worlds, theirs on 1")
         speeds = [{e: run["sps_steady"] for e, run in turn.items()} for turn in found["rounds"]]
         of_sbx = [turn[best["entrant"]] / turn["SBX"] for turn in speeds if "SBX" in turn]
         told = f"{statistics.median(of_sbx):.2f}x" if of_sbx else "-"
