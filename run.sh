@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 usage() {
     cat <<'END'
 bash run.sh                      the quick speed-up table and figures in minutes, in plots/out/
-bash run.sh --full               the published ones: every script and row, 3 seeds at full length;
+bash run.sh --full               every script and row, 3 seeds at full length, which takes days;
                                  finished runs are kept. Both take --only GLOB (of 'SCRIPT ROW'),
                                  --seeds N, --steps N and --out FOLDER
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo, ppo_mujoco ...
