@@ -171,7 +171,7 @@ def learning() -> str:
     """
     from curves import bootstrap
 
-    table = [["environment", "script", "steps", "return", "elsewhere"]]
+    table = [["environment", "script", "steps", "minutes", "return", "elsewhere"]]
     for name, script, elsewhere in LEARNED:
         runs = record(name)["runs"]
         evaluated = all(run.get("eval_returns") for run in runs)
@@ -183,7 +183,12 @@ def learning() -> str:
         if len(ends) >= 5:
             low, high = bootstrap(np.array(ends)[:, None])
             said = f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
-        table.append([env_id, script, f"{steps:,}", said + ", evaluated" * evaluated, elsewhere])
+        parts = [run["stages"] for run in runs]  # of a run that was resumed only the first part
+        whole = all(part["wall_seconds"] * part["sps_inclusive"] > 0.99 * steps for part in parts)
+        minutes = [round(part["wall_seconds"] / 60) for part in parts]
+        took = " to ".join(map(str, sorted({min(minutes), max(minutes)}))) if whole else "-"
+        said += ", evaluated" * evaluated
+        table.append([env_id, script, f"{steps:,}", took, said, elsewhere])
     return f"{as_markdown(table, labels=2)}\n"
 
 
