@@ -13,6 +13,7 @@ Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
 
 import ast
+import ctypes
 import json
 import math
 import os
@@ -306,6 +307,8 @@ class CPhysics:
             raise SystemExit(f"--num-envs: {num_envs:,} worlds of 0.5 MB each do not fit in memory")
         self.model, self.frame_skip = env.model, env.frame_skip
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET  # it would hide NaN
+        # Python's bindings let each part of a step read a clock, for timers that nobody looks at
+        ctypes.c_void_p.in_dll(ctypes.CDLL(mujoco._callbacks.__file__), "mjcb_time").value = None
         self.worlds = [mujoco.MjData(env.model) for _ in range(num_envs)]
         self.parts = np.array_split(range(num_envs), min(os.cpu_count(), num_envs))
         self.pool = ThreadPoolExecutor(len(self.parts))

@@ -16,6 +16,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import ast
 import copy
+import ctypes
 import json
 import math
 import re
@@ -319,6 +320,8 @@ class CPhysics:
             raise SystemExit(f"--num-envs: {num_envs:,} worlds of 0.5 MB each do not fit in memory")
         self.model, self.frame_skip = env.model, env.frame_skip
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET  # it would hide NaN
+        # Python's bindings let each part of a step read a clock, for timers that nobody looks at
+        ctypes.c_void_p.in_dll(ctypes.CDLL(mujoco._callbacks.__file__), "mjcb_time").value = None
         self.worlds = [mujoco.MjData(env.model) for _ in range(num_envs)]
         self.parts = np.array_split(range(num_envs), min(os.cpu_count(), num_envs))
         self.pool = ThreadPoolExecutor(len(self.parts))

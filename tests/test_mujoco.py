@@ -109,6 +109,7 @@ def test_steps_are_gymnasiums(env_id, physics):
     assert terminations > 5 or env_id == "HalfCheetah-v5"
     if physics == "c":
         assert np.max(errors) < 1e-5 and not differ
+        assert not envs.physics.worlds[0].timer.duration.any()  # nor those of `own`, made before
     else:
         bounds = WARP_BOUNDS[env_id]
         assert (np.quantile(errors, 0.99, axis=0) < bounds).all() and differ <= 1
