@@ -307,6 +307,8 @@ class CPhysics:
             raise SystemExit(f"--num-envs: {num_envs:,} worlds of 0.5 MB each do not fit in memory")
         self.model, self.frame_skip = env.model, env.frame_skip
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET  # it would hide NaN
+        # A robot is one tree of bodies: looking for islands, to be solved apart, finds nothing
+        self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
         # Python's bindings let each part of a step read a clock, for timers that nobody looks at
         ctypes.c_void_p.in_dll(ctypes.CDLL(mujoco._callbacks.__file__), "mjcb_time").value = None
         self.worlds = [mujoco.MjData(env.model) for _ in range(num_envs)]
