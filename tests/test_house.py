@@ -3,6 +3,7 @@
 Nothing here installs or needs a network.
 """
 
+import argparse
 import functools
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import ablation
 import devices
@@ -85,6 +87,31 @@ def test_worth_is_measured_within_a_round():
     assert rows[1]["worth_us"] == {"mean": 750, "median": 750, "min": 500, "max": 1000}
     assert rows[2]["skipped"] == "no finished run"
     assert len({len(line) for line in ablation.cells(rows)}) == 1
+
+
+def test_one_run_of_a_round_goes_on_at_a_time(monkeypatch, tmp_path):
+    """Stand-ins for the runs say when they were awake, every 10 ms, and fail."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        f"#!{sys.executable}\n"
+        "from time import monotonic, process_time\n"
+        "while (seconds := process_time()) < 1.2:\n"
+        "    while process_time() < seconds + 0.01: pass\n"
+        "    print(monotonic())\n"
+        "raise SystemExit(3)\n"
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    monkeypatch.setattr(ablation, "SLICE", 0.5)
+    monkeypatch.setattr(ablation, "TRICKS", {"ppo": {"a trick": None}})
+    options = argparse.Namespace(algorithm="ppo", steps=1, out=tmp_path)
+    results, failures = ablation.run_round(1, options)
+    assert not results and len(failures) == 2 and "'a trick' round 1 ended with" in failures[1]
+    logs = [tmp_path / f"logs/ablation-ppo-{number}-seed-1.log" for number in range(2)]
+    awake = [(float(line), i) for i, log in enumerate(logs) for line in log.read_text().split()]
+    whose = [i for _, i in sorted(awake)]
+    turns = sum(one != other for one, other in zip(whose, whose[1:], strict=False))
+    assert len(whose) > 150 and 2 < turns < 20
 
 
 # Devices

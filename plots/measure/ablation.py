@@ -3,30 +3,41 @@
     python plots/measure/ablation.py --algorithm ppo            minutes; files in plots/out/
     python plots/measure/ablation.py --algorithm td3 --rounds 3
 
-HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too). In rounds: the whole
-script, then without one trick after the other, with what one would do otherwise in its place, each
-in a process of its own; round n with seed n. Where torch.compile cannot follow what takes the place
-of a trick, it compiles what is around that.
+HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too), and without one trick after
+the other, with what one would do otherwise in its place, each in a process of its own, round n with
+seed n. Where torch.compile cannot follow what takes the place of a trick, it compiles what is
+around that. The speed of a shared machine may double within a minute. Therefore on a CPU all
+processes of a round are there at once: each runs for half a second, by one thread, while the others
+stand still, and seconds are those of the processor. On a GPU they run one after the other.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of whole        median over the rounds of steps/s divided by the whole script's in that round
     worth           microseconds that the trick saves per environment step, median over the rounds
-    warm-up s       median seconds until that window
+    warm-up s       median seconds until that window, without those of the C++ compiler
 
 Written to plots/out/: ablation_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
 """
 
 import argparse
 import importlib
+import os
+import signal
+import subprocess
 import sys
+import time
+from contextlib import ExitStack, suppress
 
 import processes
 import rounds
 import run_dirs
 import torch
 import torch._inductor
+import tqdm
 
 WHOLE = "all tricks"
+SLICE = (
+    None if torch.cuda.is_available() else 0.5
+)  # seconds that one runs before the next; None: all
 SETTINGS = {
     "sac": {"learning_starts": 500, "total_timesteps": 2_500},
     "td3": {"learning_starts": 500, "total_timesteps": 2_500},
@@ -287,20 +298,41 @@ def work(algorithm: str, trick: str, seed: int, steps: int) -> None:
     settings = SETTINGS[algorithm] | {"total_timesteps": steps, "seed": seed}
     settings |= {"exp_name": f"ablation-{algorithm}-without-{trick}"}  # no run of the script
     settings |= {"compile": True, "cudagraphs": torch.cuda.is_available()}
+    if SLICE:
+        module.perf_counter = time.process_time  # the stopwatch's clock
+        torch.set_num_threads(1)
     module.main(module.Args(**settings))
 
 
-def measure(trick: str, seed: int, options: argparse.Namespace, progress) -> dict:
-    """One run without `trick` -> its numbers; ValueError says what went wrong."""
-    number = [WHOLE, *TRICKS[options.algorithm]].index(trick)
-    stem = f"ablation-{options.algorithm}-{number}-seed-{seed}"
-    command = [sys.executable, "plots/measure/ablation.py", "--algorithm", options.algorithm]
-    command += ["--worker", trick, "--seed", str(seed), "--steps", str(options.steps)]
-    log = options.out / "logs" / f"{stem}.log"
-    # SAC and TD3 set it before they import torch, which is too late for a worker of this program
-    waiting = {} if options.algorithm == "ppo" else {"GOMP_SPINCOUNT": "1000"}
-    run = processes.run_and_read(command, log, progress, f"{trick!r} round {seed}", waiting)
-    return processes.numbers(run, command)
+def run_round(seed: int, options: argparse.Namespace) -> tuple[dict, list[str]]:
+    """A run without each trick -> {trick: its numbers}, and what went wrong with the others."""
+    runs, results, failures = [], {}, []
+    with ExitStack() as stack:
+        for number, trick in enumerate([WHOLE, *TRICKS[options.algorithm]]):
+            command = [sys.executable, "plots/measure/ablation.py", "--worker", trick]
+            command += ["--algorithm", options.algorithm, "--seed", str(seed)]
+            command += ["--steps", str(options.steps)]
+            log = options.out / f"logs/ablation-{options.algorithm}-{number}-seed-{seed}.log"
+            child = stack.enter_context(processes.logged(command, log))
+            os.killpg(child.pid, signal.SIGSTOP)
+            stack.callback(child.send_signal, signal.SIGCONT)  # or it could not end
+            runs.append((trick, command, log, child))
+        bar = stack.enter_context(tqdm.tqdm(total=len(runs) * options.steps, unit="step"))
+        while any(child.poll() is None for *_, child in runs):
+            for child in (child for *_, child in runs if child.returncode is None):
+                os.killpg(child.pid, signal.SIGCONT)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(SLICE)
+                    continue
+                os.killpg(child.pid, signal.SIGSTOP)
+            bar.update(sum(processes.progress_in(log)[0] for _, _, log, _ in runs) - bar.n)
+        for trick, command, log, child in runs:
+            try:
+                run = processes.read_log(child.returncode, log, f"{trick!r} round {seed}")
+                results[trick] = processes.numbers(run, command)
+            except ValueError as failure:
+                failures.append(str(failure))
+    return results, failures
 
 
 def summarize(results: list[dict], tricks: list[str]) -> list[dict]:
@@ -323,7 +355,11 @@ def main(arguments: list[str] | None = None) -> int:
         work(options.algorithm, options.worker, options.seed, options.steps)
         return 0
     tricks = [WHOLE, *TRICKS[options.algorithm]]
-    results, failures = rounds.take_turns(tricks, options, measure)
+    results, failures = [], []
+    for seed in range(1, options.rounds + 1):
+        found, failed = run_round(seed, options)
+        results.append(found)
+        failures += failed
     rows = summarize(results, tricks)
     command = processes.call("ablation.py", options, "algorithm", "rounds", "steps")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
