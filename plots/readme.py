@@ -28,6 +28,7 @@ LEARNED = [  # record, what ran, what others have published
     ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
     ("ppo_mujoco_halfcheetah_1m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
+    ("ppo_mujoco_halfcheetah_5m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_halfcheetah_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_walker2d_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_ant_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
