@@ -326,12 +326,12 @@ def run_round(seed: int, options: argparse.Namespace) -> tuple[dict, list[str]]:
                     continue
                 os.killpg(child.pid, signal.SIGSTOP)
             bar.update(sum(processes.progress_in(log)[0] for _, _, log, _ in runs) - bar.n)
-        for trick, command, log, child in runs:
-            try:
-                run = processes.read_log(child.returncode, log, f"{trick!r} round {seed}")
-                results[trick] = processes.numbers(run, command)
-            except ValueError as failure:
-                failures.append(str(failure))
+    for trick, command, log, child in runs:
+        try:
+            run = processes.read_log(child.returncode, log, f"{trick!r} round {seed}")
+            results[trick] = processes.numbers(run, command)
+        except ValueError as failure:
+            failures.append(str(failure))
     return results, failures
 
 
