@@ -131,17 +131,18 @@ def ablated(algorithm: str) -> list[tuple]:
 
 def tricks() -> str:
     """What the variants lose without one trick, the most valuable first."""
-    rows, little = [], []
+    rows, little, noise = [], [], []
     for algorithm in ("ppo", "td3", "sac"):
         for of_whole, name, worth in ablated(algorithm):
             if worth == "noise" or of_whole > 0.9:
-                little.append(f"{name} ({algorithm.upper()}, {of_whole:.2f}x)")
+                named = noise if worth == "noise" else little
+                named.append(f"{name} ({algorithm.upper()}, {of_whole:.2f}x)")
             else:
                 rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
     table = [["trick", "script", "speed without it", "us per step"]]
     table += [cells for _, cells in sorted(rows)]
-    said = f"Worth less than a tenth, or nothing in some round: {', '.join(little)}"
-    return f"{as_markdown(table, labels=2)}\n\n{said}.\n"
+    said = f"Worth less than a tenth: {', '.join(little)}. Nothing in a round: {', '.join(noise)}."
+    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
 def growth() -> str:
