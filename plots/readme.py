@@ -61,7 +61,7 @@ def speedup() -> str:
     """The speed-up table, a line per pair of scripts."""
     found = record("speedup_cpu")
     rows = {(row["script"], row["row"]): row for row in found["rows"]}
-    scripts = list(dict.fromkeys(script for script, _ in rows))
+    scripts = sorted(dict.fromkeys(script for script, _ in rows), key=lambda name: "gpu" in name)
     captured = [row for row in ROWS if "cudagraphs" in row]
     heading = ["script", "baseline", "`--compile`", "`--cudagraphs`, alone and with it"]
     table = [[*heading, "overall", "warm-up s"]]
