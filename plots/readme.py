@@ -30,6 +30,7 @@ LEARNED = [  # record, what ran, what others have published
     ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_halfcheetah_5m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_halfcheetah_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
+    ("ppo_mujoco_walker2d_5m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
     ("ppo_mujoco_walker2d_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_ant_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
     ("ppo_mujoco_hopper_5m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
