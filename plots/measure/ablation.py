@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import processes
 import rounds
@@ -321,10 +321,10 @@ def run_round(seed: int, options: argparse.Namespace) -> tuple[dict, list[str]]:
         while any(child.poll() is None for *_, child in runs):
             for child in (child for *_, child in runs if child.returncode is None):
                 os.killpg(child.pid, signal.SIGCONT)
-                with suppress(subprocess.TimeoutExpired):
+                try:
                     child.wait(SLICE)
-                    continue
-                os.killpg(child.pid, signal.SIGSTOP)
+                except subprocess.TimeoutExpired:
+                    os.killpg(child.pid, signal.SIGSTOP)
             bar.update(sum(processes.progress_in(log)[0] for _, _, log, _ in runs) - bar.n)
     for trick, command, log, child in runs:
         try:
