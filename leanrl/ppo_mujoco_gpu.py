@@ -303,47 +303,62 @@ class CPhysics:
     """N worlds in MuJoCo's C engine: on the CPU, in float64, stepped by a thread per core."""
 
     def __init__(self, env: gym.Env, num_envs: int, reads: tuple[str, ...], device: torch.device):
-        if num_envs * 500e3 > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            raise SystemExit(f"--num-envs: {num_envs:,} worlds of 0.5 MB each do not fit in memory")
+        if num_envs * 20e3 > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise SystemExit(f"--num-envs: {num_envs:,} worlds of 20 kB each do not fit in memory")
         self.model, self.frame_skip = env.model, env.frame_skip
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET  # it would hide NaN
         # A robot is one tree of bodies: looking for islands, to be solved apart, finds nothing
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
         # Python's bindings let each part of a step read a clock, for timers that nobody looks at
         ctypes.c_void_p.in_dll(ctypes.CDLL(mujoco._callbacks.__file__), "mjcb_time").value = None
-        self.worlds = [mujoco.MjData(env.model) for _ in range(num_envs)]
         self.parts = np.array_split(range(num_envs), min(os.cpu_count(), num_envs))
         self.pool = ThreadPoolExecutor(len(self.parts))
-        self.arrays = {name: [getattr(data, name) for data in self.worlds] for name in reads}
+        # Worlds are rows, which take turns in the MjData of a thread: it stays in the core's cache
+        self.data = [mujoco.MjData(env.model) for _ in self.parts]
+        names = "QPOS", "QVEL", "WARMSTART", "CTRL"  # all that a step needs, in MuJoCo's order
+        parts = [int(getattr(mujoco.mjtState, f"mjSTATE_{name}")) for name in names]
+        ends = np.cumsum([mujoco.mj_stateSize(env.model, part) for part in parts])
+        self.row, self.worlds = sum(parts), np.zeros((num_envs, ends[-1]))
+        qpos, qvel, _, self.ctrl = np.split(self.worlds, ends[:-1], axis=1)  # views
+        shapes = {name: getattr(self.data[0], name).shape for name in reads[2:]}
+        self.derived = {name: np.zeros((num_envs, *shape)) for name, shape in shapes.items()}
+        self.arrays = {"qpos": qpos, "qvel": qvel, **self.derived}
         self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
-        self.state = SimpleNamespace()  # the same in float32 on the device
-        for name, (array, *_) in self.arrays.items():
-            setattr(self.state, name, torch.zeros(num_envs, *array.shape, device=device))
+        self.state = SimpleNamespace()  # the arrays in float32 on the device
+        for name, array in self.arrays.items():
+            setattr(self.state, name, torch.zeros(array.shape, device=device))
 
     def step(self, actions: Tensor) -> None:
         """Steps each world by a frame skip with actions (N, A), from the x that `state` has."""
-        actions, x = actions.double().cpu().numpy(), self.state.qpos[:, 0].tolist()
+        self.worlds[:, 0], self.ctrl[:] = self.state.qpos[:, 0].cpu(), actions.cpu()
+        list(self.pool.map(self.step_part, self.data, self.parts))
+        for name, array in self.arrays.items():
+            getattr(self.state, name).copy_(torch.from_numpy(array))
 
-        def step_worlds(part: np.ndarray) -> None:  # MuJoCo lets the other threads run meanwhile
-            for i in part:
-                data = self.worlds[i]
-                data.qpos[0], data.ctrl = x[i], actions[i]
-                mujoco.mj_step(self.model, data, self.frame_skip)
-                mujoco.mj_rnePostConstraint(self.model, data)  # contact forces, as Gymnasium does
+    def step_part(self, data: mujoco.MjData, part: np.ndarray) -> None:
+        for i in part:  # MuJoCo lets the other threads run meanwhile
+            mujoco.mj_setState(self.model, data, self.worlds[i], self.row)
+            mujoco.mj_step(self.model, data, self.frame_skip)
+            if "cfrc_ext" in self.derived:  # contact forces, which a step leaves out
+                mujoco.mj_rnePostConstraint(self.model, data)
+            self.keep(i, data)
 
-        list(self.pool.map(step_worlds, self.parts))
-        for name, arrays in self.arrays.items():
-            getattr(self.state, name).copy_(torch.from_numpy(np.stack(arrays)))
+    def keep(self, i: int, data: mujoco.MjData) -> None:
+        """Keeps what is now in `data` as world i."""
+        mujoco.mj_getState(self.model, data, self.worlds[i], self.row)
+        for name, array in self.derived.items():
+            array[i] = getattr(data, name)
 
     def begin(self, ended: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
+        data = self.data[0]
         for i in ended.nonzero()[:, 0].tolist():
-            data = self.worlds[i]
             mujoco.mj_resetData(self.model, data)
             data.qpos, data.qvel = qpos[i].cpu(), qvel[i].cpu()
             mujoco.mj_forward(self.model, data)
-            for name, arrays in self.arrays.items():
-                getattr(self.state, name)[i] = torch.from_numpy(arrays[i])
+            self.keep(i, data)
+            for name, array in self.arrays.items():
+                getattr(self.state, name)[i] = torch.from_numpy(array[i])
 
 
 class WarpPhysics:

@@ -109,7 +109,7 @@ def test_steps_are_gymnasiums(env_id, physics):
     assert terminations > 5 or env_id == "HalfCheetah-v5"
     if physics == "c":
         assert np.max(errors) < 1e-5 and not differ
-        assert not envs.physics.worlds[0].timer.duration.any()  # nor those of `own`, made before
+        assert not envs.physics.data[0].timer.duration.any()  # nor those of `own`, made before
     else:
         bounds = WARP_BOUNDS[env_id]
         assert (np.quantile(errors, 0.99, axis=0) < bounds).all() and differ <= 1
@@ -382,7 +382,7 @@ def test_what_a_user_gets_wrong(module, monkeypatch):
     for flags, said in (
         ({"env_id": "Reacher-v5"}, "--env-id: Reacher-v5 is none of HalfCheetah-v5, "),
         ({"num_envs": 0}, "--num-envs: 0 is out of range"),
-        (MANY, "--num-envs: 1,000,000,000 worlds of 0.5 MB each do not fit in memory"),
+        (MANY, "--num-envs: 1,000,000,000 worlds of 20 kB each do not fit in memory"),
         ({"gamma": math.nan}, "--gamma: nan is out of range"),
         *([({"num_envs": 7, "num_steps": 5}, "--num-minibatches")] * hasattr(module, "PPO")),
     ):
