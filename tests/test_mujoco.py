@@ -134,7 +134,8 @@ def test_ends_limits_and_returns():
     assert torch.equal(obs[3:], infos["final_obs"][3:])
     assert (obs[:3] != infos["final_obs"][:3]).any(1).all()
     assert (obs[:3, 0] - 1.25).abs().max() < 5.1e-3  # episodes that begin stand upright
-    # a world that is not finite ends, and no other notices
+    # a world that is not finite ends, and no other notices, though threads have one MjData each
+    rows = envs.physics.worlds.copy()
     envs.physics.begin(
         torch.tensor([True, False, False, False, False]),
         torch.full((5, 6), math.nan),
@@ -143,6 +144,10 @@ def test_ends_limits_and_returns():
     obs, rewards, terminated, _, infos = envs.step(torch.zeros(5, 3))
     assert terminated.tolist() == [True] + [False] * 4 and envs.broken == 1 and rewards[0] == 0
     assert obs.isfinite().all() and infos["final_obs"].isfinite().all()
+    found = envs.physics.worlds[1:].copy()
+    envs.physics.worlds[:] = rows
+    envs.physics.step(torch.zeros(5, 3))
+    assert (envs.physics.worlds[1:] == found).all() and (found != rows[1:]).any(1).all()
 
 
 def test_x_does_not_grow():
