@@ -21,25 +21,17 @@ RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "not measured"
 CLEANRL = "CleanRL {}, training, 1 M"  # docs.cleanrl.dev
-LEARNED = [  # record, what ran, what others have published
-    ("sac_halfcheetah_300k_cpu", "SAC, variant", CLEANRL.format("9,635 +- 1,424")),
-    ("td3_halfcheetah_1m_cpu", "TD3, variant", CLEANRL.format("9,583 +- 126")),
-    ("ppo_halfcheetah_1m_baseline_cpu", "PPO, baseline", CLEANRL.format("1,443 +- 46")),
-    ("ppo_halfcheetah_1m_cpu", "PPO, variant", ""),
-    ("ppo_mujoco_halfcheetah_1m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
-    ("ppo_mujoco_halfcheetah_1m_cpu", "PPO on MuJoCo's worlds, variant", ""),
-    ("ppo_mujoco_halfcheetah_5m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
-    ("ppo_mujoco_halfcheetah_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
-    ("ppo_mujoco_walker2d_5m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
-    ("ppo_mujoco_walker2d_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
-    ("ppo_mujoco_ant_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
-    ("ppo_mujoco_hopper_5m_baseline_cpu", "PPO on MuJoCo's worlds, baseline", ""),
-    ("ppo_mujoco_hopper_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
-    ("ppo_mujoco_humanoid_5m_cpu", "PPO on MuJoCo's worlds, variant", ""),
-    ("sac_mujoco_halfcheetah_1m_cpu", "SAC on MuJoCo's worlds, variant", ""),
-    ("ppo_atari_pong_cpu", "PPO for Atari, variant", ""),
-    ("ppo_cartpole_learning_cpu", "PPO on CartPoles, baseline and variant", "500 is the most"),
+LEARNED = [  # algorithm, records, what others have published
+    ("SAC", ["sac_halfcheetah_300k"], CLEANRL.format("9,635 +- 1,424")),
+    ("TD3", ["td3_halfcheetah_1m"], CLEANRL.format("9,583 +- 126")),
+    ("PPO", ["ppo_halfcheetah_1m_baseline", "ppo_halfcheetah_1m"], CLEANRL.format("1,443 +- 46")),
+    ("PPO for Atari", ["ppo_atari_pong"], ""),
+    ("PPO on CartPoles", ["ppo_cartpole_learning"], "500 is the most"),
+    ("SAC on MuJoCo's worlds", ["sac_mujoco_halfcheetah_1m"], ""),
 ]
+for task in "halfcheetah_1m halfcheetah_5m hopper_5m walker2d_5m ant_5m humanoid_5m".split():
+    records = [f"ppo_mujoco_{task}_baseline", f"ppo_mujoco_{task}"]
+    LEARNED.append(("PPO on MuJoCo's worlds", records, ""))
 
 
 def record(name: str) -> dict:
@@ -169,31 +161,35 @@ def overhead() -> str:
 
 
 def learning() -> str:
-    """What was learned, a line per record: last evaluations, or else the last 10 returns.
+    """What was learned, by baseline and variant, and the minutes of a run."""
+    heading = ["environment", "algorithm", "steps", "baseline", "minutes", "variant", "minutes"]
+    table = [[*heading, "elsewhere"]]
+    for algorithm, names, elsewhere in LEARNED:
+        runs = [run for name in names for run in record(f"{name}_cpu")["runs"]]
+        steps = (runs[0].get("eval_returns") or runs[0]["episodic_returns"])[-1][0]
+        line = [runs[0]["config"]["args"]["env_id"], algorithm, f"{steps:,}"]
+        for variant in (False, True):
+            of_one = [run for run in runs if ("compile" in run["config"]["args"]) == variant]
+            line += learned(of_one, steps) if of_one else ["-", "-"]
+        table.append([*line, elsewhere])
+    return f"{as_markdown(table, labels=2)}\n"
 
-    From five seeds on these are their mean and its 95% interval.
-    """
+
+def learned(runs: list[dict], steps: int) -> list[str]:
+    """Returns after so many steps, from five runs on their mean and its 95% interval; minutes."""
     from curves import bootstrap
 
-    table = [["environment", "script", "steps", "minutes", "return", "elsewhere"]]
-    for name, script, elsewhere in LEARNED:
-        runs = record(name)["runs"]
-        evaluated = all(run.get("eval_returns") for run in runs)
-        kind = "eval_returns" if evaluated else "episodic_returns"
-        steps = runs[0][kind][-1][0]
-        ends = [run[kind][-1][1] if evaluated else run["mean_return_last_10"] for run in runs]
-        env_id = runs[0]["config"]["args"]["env_id"]
-        said = ", ".join(map(short, ends))
-        if len(ends) >= 5:
-            low, high = bootstrap(np.array(ends)[:, None])
-            said = f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
-        parts = [run["stages"] for run in runs]  # of a run that was resumed only the first part
-        whole = all(part["wall_seconds"] * part["sps_inclusive"] > 0.99 * steps for part in parts)
-        minutes = [round(part["wall_seconds"] / 60) for part in parts]
-        took = " to ".join(map(str, sorted({min(minutes), max(minutes)}))) if whole else "-"
-        said += ", evaluated" * evaluated
-        table.append([env_id, script, f"{steps:,}", took, said, elsewhere])
-    return f"{as_markdown(table, labels=2)}\n"
+    evaluated = all(run.get("eval_returns") for run in runs)
+    ends = [run["eval_returns"][-1][1] if evaluated else run["mean_return_last_10"] for run in runs]
+    said = ", ".join(map(short, ends))
+    if len(ends) >= 5:
+        low, high = bootstrap(np.array(ends)[:, None])
+        said = f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
+    parts = [run["stages"] for run in runs]  # of a run that was resumed only the first part
+    whole = all(part["wall_seconds"] * part["sps_inclusive"] > 0.99 * steps for part in parts)
+    minutes = [round(part["wall_seconds"] / 60) for part in parts]
+    took = " to ".join(map(str, sorted({min(minutes), max(minutes)}))) if whole else "-"
+    return [said if evaluated else f"{said} in training", took]
 
 
 def environments() -> str:
