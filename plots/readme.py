@@ -27,7 +27,11 @@ LEARNED = [  # algorithm, records, what others have published
     ("PPO", ["ppo_halfcheetah_1m_baseline", "ppo_halfcheetah_1m"], CLEANRL.format("1,443 +- 46")),
     ("PPO for Atari", ["ppo_atari_pong"], ""),
     ("PPO on CartPoles", ["ppo_cartpole_learning"], "500 is the most"),
-    ("SAC on MuJoCo's worlds", ["sac_mujoco_halfcheetah_1m"], ""),
+    (
+        "SAC on MuJoCo's worlds",
+        ["sac_mujoco_halfcheetah_1m_baseline", "sac_mujoco_halfcheetah_1m"],
+        "",
+    ),
 ]
 for task in "halfcheetah_1m halfcheetah_5m hopper_5m walker2d_5m ant_5m humanoid_5m".split():
     records = [f"ppo_mujoco_{task}_baseline", f"ppo_mujoco_{task}"]
