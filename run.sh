@@ -26,15 +26,15 @@ die() {
 }
 
 say() { echo "run.sh: $*" >&2; }
-new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 # Prints the first Python that is new enough for the pinned packages.
 find_python() {
     local candidate
-    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
         new_enough "$candidate" && command -v "$candidate" && return
     done
-    die "no Python 3.10 or newer found: install one, or activate an environment that has it"
+    die "no Python 3.11 or newer found: install one, or activate an environment that has it"
 }
 
 # install PYTHON ARGUMENTS...: pip install, with a word on the size of torch first.
@@ -81,7 +81,7 @@ set_up() {
         return
     fi
     new_enough "$python" ||
-        die "the active environment $active has no Python 3.10 or newer: deactivate or replace it"
+        die "the active environment $active has no Python 3.11 or newer: deactivate or replace it"
     # whatever version is there stays: a torch for this machine's CUDA is the user's choice
     missing=$("$python" - "$@" <<'END'
 import re, sys
@@ -111,7 +111,7 @@ measure_gpu() {
     "$python" -m pytest -q tests -m gpu || status=1
     "$python" plots/measure/speedup.py --quick || status=1
     for run in $(<plots/out/traced.txt); do
-        "$python" plots/profile.py "$run" | tee "plots/out/profile_${run##*/}.txt" || status=1
+        "$python" plots/cross_stack.py "$run" | tee "plots/out/profile_${run##*/}.txt" || status=1
     done
     "$python" plots/measure/env_scaling.py "$@" || status=1
     say "records to commit: speedup, breakdown, env_scaling and profile_* in plots/out/"

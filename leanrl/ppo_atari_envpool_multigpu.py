@@ -33,9 +33,13 @@ import re
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 import envpool
@@ -87,188 +91,14 @@ class Args:
     target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
 
-# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import json  # noqa: E402, F811
-import sys  # noqa: E402, F811
-from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from time import perf_counter  # noqa: E402, F811
-
-import torch  # noqa: E402, F811
-
-
-class Stage:
-    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
-
-    def __init__(self, watch):
-        self.watch, self.seconds, self.count = watch, 0.0, 0
-
-    def __enter__(self):
-        watch, now = self.watch, perf_counter()
-        watch.open[-1].seconds += now - watch.since
-        watch.since = now
-        watch.open.append(self)
-
-    def __exit__(self, kind, value, traceback):
-        watch, now = self.watch, perf_counter()
-        watch.open.pop().seconds += now - watch.since
-        watch.since = now
-        self.count += 1
-
-
-class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
-
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
-        self._begin_window()
-        self.course = self._course(warmup_steps, trace_after, trace_iterations)
-
-    def tick(self, env_steps):
-        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
-        with self.untracked:  # an entry is an iteration
-            self.env_steps = env_steps
-        next(self.course, None)
-
-    def speed(self, env_steps):
-        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
-        now = perf_counter()
-        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
-        return env_steps / (now - self.born), self.warmup_seconds and steady
-
-    def report(self, path):
-        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
-        self.course.close()  # gives up a trace that is not complete
-        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
-        report["wall_seconds"] = perf_counter() - self.born
-        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        path.write_text(json.dumps(report, indent=2))
-        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
-        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
-        for name, stage in report["stages"].items():
-            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
-            gpu = "" if span is None else f"{span / steps:14,.1f}"
-            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
-        numbers = (report | report["gpu"]).items()
-        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
-        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
-        if trace:  # last, because it takes seconds, in which Ctrl-C may come
-            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
-        return report
-
-    def _course(self, warmup_steps, trace_after, trace_iterations):
-        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
-        while self.env_steps < warmup_steps:
-            yield
-        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
-        self._begin_window()
-        while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
-            self.stage = self._between_events if sampled else self.contexts.__getitem__
-            yield
-            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
-                self.asked = perf_counter()
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
-        self.result, self.stage = self._end_window(), self.contexts.__getitem__
-        with torch.profiler.profile() as self.profiler:
-            yield  # an iteration that pays for the profiler's buffers
-            first_step, self.stage = self.env_steps, self._annotated
-            with torch.profiler.record_function("stopwatch:untracked"):
-                for _ in range(trace_iterations):
-                    yield
-                self.synchronize()
-        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
-
-    def _begin_window(self):
-        """Counts anew: at construction and at the end of the warm-up."""
-        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
-        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
-        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
-        self.contexts, self.open = dict(self.stages), [self.untracked]
-        if self.mode == "off":  # but for the evaluation, which is never part of a window
-            self.contexts |= dict.fromkeys(names, nullcontext())
-        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
-        self.first_step, self.spans, self.nvml = self.env_steps, [], []
-        self.synchronize()
-        self.start = self.since = self.asked = perf_counter()
-
-    def _end_window(self):
-        """What the steady window or, if the warm-up did not end, the whole run has to say."""
-        self.synchronize()  # GPU work still queued belongs to the window
-        steady, stages = self.speed(self.env_steps)[1], {}
-        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
-        window["iterations"] = self.untracked.count
-        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
-        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
-        for name, stage in self.stages.items() if self.mode != "off" else ():
-            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
-            span = sum(spans) / len(spans) * stage.count if spans else None
-            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
-        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
-        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
-        return run | {"window": window, "stages": stages, "gpu": gpu}
-
-    @contextmanager
-    def _between_events(self, name):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        with self.contexts[name]:
-            yield
-        last.record()
-        self.spans.append((name, first, last))
-
-    @contextmanager
-    def _annotated(self, name):
-        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
-            yield
-
-
-# <<< stopwatch <<<
-
-
-SCRIPT = Path(__file__).name
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-KL = METRICS.index("approx_kl")
 STEADY_AFTER = 3  # rollouts, then compilation and capture are long over
 OBS_SHAPE = (4, 84, 84)  # frames, height, width
 PATIENCE = timedelta(hours=1)  # for which processes wait for each other, as for an evaluation
+RANK = int(os.environ.get("RANK", 0))  # of this process, from torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are on all nodes
 
 
-def check_args(args: Args) -> None:
-    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
-    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
-    may_be_zero += ("ent_coef", "vf_coef")
-    for name, x in asdict(args).items():
-        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
-            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
-    known = args.env_id in envpool.list_all_envs()
-    if not known or envpool.make_spec(args.env_id).observation_space.shape != OBS_SHAPE:
-        raise SystemExit(f"--env-id: EnvPool has no Atari game {args.env_id}; Breakout-v5 is one")
-    rollout = args.num_envs * args.num_steps
-    if args.total_timesteps < rollout:
-        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
-    if rollout % args.num_minibatches or rollout == args.num_minibatches:
-        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if args.num_envs % world_size or rollout % (args.num_minibatches * world_size):
-        raise SystemExit(f"--num-envs: {world_size} processes cannot have equal shares")
-
-
-def connect(device: torch.device) -> dist.Store:
-    """Waits for the processes that torchrun has started and connects them -> what they share."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    store = dist.HashStore()  # of one process without torchrun
-    if "RANK" in os.environ:
-        store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
-    # torchrun's store outlives a restart, and so do the addresses of the processes before it
-    attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    # NCCL for tensors on GPUs; Python's objects stay on the CPU
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=PATIENCE)
-    return store
+# Environment
 
 
 class AtariEnvs:
@@ -279,8 +109,12 @@ class AtariEnvs:
     """
 
     def __init__(self, env_id: str, num_envs: int, seed: int, **options):
+        known = env_id in envpool.list_all_envs()
+        if not known or envpool.make_spec(env_id).observation_space.shape != OBS_SHAPE:
+            raise SystemExit(f"--env-id: EnvPool has no Atari game {env_id}; Breakout-v5 is one")
         self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, seed=seed, **options)
-        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
+        self.returns = np.zeros(num_envs)
+        self.lengths = np.zeros(num_envs, dtype=int)
 
     def step(self, actions: np.ndarray) -> tuple:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
@@ -290,16 +124,25 @@ class AtariEnvs:
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
         truncated &= ~over
-        ended, whole = terminated | truncated | over, over | truncated
+        ended = terminated | truncated | over
+        whole = over | truncated  # games
         self.returns += infos["reward"]  # not clipped
         self.lengths += 1
         games = list(zip(self.returns[whole], self.lengths[whole], strict=True))
         infos = {"final_obs": obs, "games": games}
         if ended.any():
-            index, obs = np.flatnonzero(ended), obs.copy()
-            obs[index] = self.pool.step(np.zeros(len(index), dtype=int), index)[0]
-            self.returns[whole] = self.lengths[whole] = 0
-        return obs, rewards, ended & ~truncated, truncated, infos
+            index = np.flatnonzero(ended)
+            any_action = np.zeros_like(index)
+            first_obs, *_ = self.pool.step(any_action, index)
+            obs = obs.copy()
+            obs[index] = first_obs
+            self.returns[whole] = 0
+            self.lengths[whole] = 0
+        terminated = ended & ~truncated
+        return obs, rewards, terminated, truncated, infos
+
+
+# Networks
 
 
 def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
@@ -315,11 +158,11 @@ class ActorCritic(nn.Module):
     def __init__(self, num_actions: int):
         super().__init__()
         self.network = nn.Sequential(
-            layer_init(nn.Conv2d(4, 32, kernel_size=8, stride=4)),
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
             nn.ReLU(),
-            layer_init(nn.Conv2d(32, 64, kernel_size=4, stride=2)),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
-            layer_init(nn.Conv2d(64, 64, kernel_size=3, stride=1)),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
             nn.ReLU(),
             nn.Flatten(),
             layer_init(nn.Linear(64 * 7 * 7, 512)),
@@ -331,7 +174,12 @@ class ActorCritic(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs (B, O) uint8 -> log-probabilities of the actions (B, A), values (B,)."""
         features = self.network(obs / 255.0)
-        return F.log_softmax(self.actor(features), dim=-1), self.critic(features).squeeze(-1)
+        log_policy = F.log_softmax(self.actor(features), dim=-1)
+        values = self.critic(features).squeeze(-1)
+        return log_policy, values
+
+
+# Storage
 
 
 class Batch(NamedTuple):
@@ -352,11 +200,16 @@ class Rollout:
         shape = steps, num_envs
         self.obs = torch.zeros(*shape, *OBS_SHAPE, dtype=torch.uint8, device=device)
         self.actions = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.log_probs, self.values = torch.zeros(2, *shape, device=device)
-        self.advantages, self.returns = torch.zeros(2, *shape, device=device)
+        self.log_probs = torch.zeros(shape, device=device)
+        self.values = torch.zeros(shape, device=device)
+        self.rewards = torch.zeros(shape, device=device)
         # the last step of an episode has 1 in `ended` and, if it was truncated, in `final_values`
         # the value of the final observation; all others have 0
-        self.rewards, self.ended, self.final_values = torch.zeros(3, *shape, device=device)
+        self.ended = torch.zeros(shape, device=device)
+        self.final_values = torch.zeros(shape, device=device)
+
+
+# Losses
 
 
 def compute_gae(
@@ -368,9 +221,11 @@ def compute_gae(
     termination, that of the final observation after a truncation. `ended` is 1 after either.
     """
     deltas = rewards + gamma * next_values - values
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    weights = gamma * lam * (1 - ended)
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + gamma * lam * (1 - ended[t]) * advantage
+        advantage = deltas[t] + weights[t] * advantage
         advantages[t] = advantage
     return advantages
 
@@ -381,61 +236,70 @@ def normalize(advantages: Tensor, orders: Tensor, args: Args) -> Tensor:
     The advantages (W, B) of all processes and the order (W, B) of each -> (W, M, B / M).
     """
     shares = advantages.gather(1, orders).unflatten(1, (args.num_minibatches, -1))
-    if not args.norm_adv:
-        return shares
-    mean, std = shares.mean(dim=(0, 2), keepdim=True), shares.std(dim=(0, 2), keepdim=True)
-    return (shares - mean) / (std + 1e-8)
+    if args.norm_adv:
+        std, mean = torch.std_mean(shares, dim=(0, 2), keepdim=True)
+        shares = (shares - mean) / (std + 1e-8)
+    return shares
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
-    return -torch.min(advantages * ratios, advantages * clipped).mean()
+    objectives = torch.min(advantages * ratios, advantages * clipped)
+    return -objectives.mean()
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
     errors = (values - batch.returns).square()
     if clip_coef is not None:
-        clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - batch.returns).square())
+        change = (values - batch.values).clamp(-clip_coef, clip_coef)
+        clipped_errors = (batch.values + change - batch.returns).square()
+        errors = torch.max(errors, clipped_errors)
     return 0.5 * errors.mean()
 
 
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
-    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}."""
     log_policy, values = model(batch.obs)
-    log_ratios = log_policy.gather(1, batch.actions[:, None]).squeeze(1) - batch.log_probs
+    log_probs = log_policy.gather(1, batch.actions[:, None]).squeeze(1)
+    log_ratios = log_probs - batch.log_probs
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    of_value = value_loss(values, batch, args.clip_coef if args.clip_vloss else None)
-    entropy = -(log_policy.exp() * log_policy).sum(dim=1).mean()
+    value_clip = args.clip_coef if args.clip_vloss else None
+    of_value = value_loss(values, batch, value_clip)
+    entropies = -(log_policy.exp() * log_policy).sum(dim=1)
+    entropy = entropies.mean()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()
-        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
-        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
-        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+        clipped = (ratios - 1).abs() > args.clip_coef
+        metrics = {
+            "losses/policy_loss": of_policy.detach(),
+            "losses/value_loss": of_value.detach(),
+            "losses/entropy": entropy.detach(),
+            "losses/old_approx_kl": -log_ratios.mean(),
+            "losses/approx_kl": (ratios - 1 - log_ratios).mean(),  # joschu.net/blog/kl-approx.html
+            "losses/clipfrac": clipped.float().mean(),
+        }
+    return loss, metrics
+
+
+# Agent
 
 
 class PPO(nn.Module):
-    """Network, optimizer and gradient steps, whose metrics are averaged with the gradients."""
+    """Network, optimizer and gradient steps, which return what is logged: {name: tensor ()}."""
 
     def __init__(self, args: Args, num_actions: int, device: torch.device):
         super().__init__()
-        self.args, self.model = args, ActorCritic(num_actions).to(device)
+        self.args = args
+        self.model = ActorCritic(num_actions).to(device)
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
         self.optimizers = (self.optimizer,)
-        self.loss_args = replace(args, norm_adv=False)  # which takes all processes: `normalize`
-        # all gradients and then METRICS: one tensor, so that processes average them in one call
-        sizes = [parameter.numel() for parameter in self.parameters()]
-        self.shared = torch.zeros(sum(sizes) + len(METRICS), device=device)
-        *gradients, self.metrics = self.shared.split([*sizes, len(METRICS)])
-        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-            parameter.grad = gradient.view_as(parameter)
 
     def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (N, O), exponential noise (N, A) -> actions (N,), log_probs (N,), values (N,).
@@ -445,274 +309,548 @@ class PPO(nn.Module):
         with torch.no_grad():
             log_policy, values = self.model(obs)
             actions = (log_policy - noise.log()).argmax(dim=1)
-            return actions, log_policy.gather(1, actions[:, None]).squeeze(1), values
+            log_probs = log_policy.gather(1, actions[:, None]).squeeze(1)
+            return actions, log_probs, values
 
     def value(self, obs: Tensor) -> Tensor:
         """obs (N, O) -> values (N,)."""
         with torch.no_grad():
-            return self.model(obs)[1]
+            _, values = self.model(obs)
+            return values
 
-    def prepare(self, rollout: Rollout, next_values: Tensor) -> None:
-        """Advantages and returns of a rollout, from the values of what follows it (N,)."""
+    def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
+        """A rollout and the values of what follows it (N,) -> B = T N steps to learn from."""
         with torch.no_grad():
-            values, ended = rollout.values, rollout.ended
-            following = torch.cat([values[1:], next_values[None]])
-            following = torch.where(ended.bool(), rollout.final_values, following)
-            discounts = self.args.gamma, self.args.gae_lambda
-            advantages = compute_gae(rollout.rewards, values, following, ended, *discounts)
-            rollout.advantages.copy_(advantages)
-            rollout.returns.copy_(advantages + values)
+            following = torch.cat([rollout.values[1:], next_values[None]])
+            following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+            advantages = compute_gae(
+                rollout.rewards,
+                rollout.values,
+                following,
+                rollout.ended,
+                self.args.gamma,
+                self.args.gae_lambda,
+            )
+            batch = Batch(
+                obs=rollout.obs,
+                actions=rollout.actions,
+                log_probs=rollout.log_probs,
+                values=rollout.values,
+                advantages=advantages,
+                returns=advantages + rollout.values,
+            )
+            return Batch._make(column.flatten(0, 1) for column in batch)
 
-    def gradient(self, batch: Batch, index: Tensor, advantages: Tensor) -> None:
-        """Gradients and METRICS of this process's share of a minibatch, into `shared`."""
-        minibatch = Batch(*(column[index] for column in batch))._replace(advantages=advantages)
-        loss, metrics = ppo_loss(self.model, minibatch, self.loss_args)
-        self.shared.zero_()
-        loss.backward()
-        self.metrics.copy_(metrics)
+    def gradient(self, batch: Batch, index: Tensor, advantages: Tensor) -> tuple[Tensor, dict]:
+        """Gradients of this process's share of a minibatch, in one vector, and what is logged."""
+        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = minibatch._replace(advantages=advantages)
+        args = replace(self.args, norm_adv=False)  # which takes all processes: `normalize`
+        loss, metrics = ppo_loss(self.model, minibatch, args)
+        gradients = torch.autograd.grad(loss, list(self.parameters()))
+        vector = torch.cat([gradient.flatten() for gradient in gradients])
+        return vector, metrics
 
-    def step(self) -> None:
-        """One gradient step, by the gradients in `shared`."""
+    def step(self, vector: Tensor) -> None:
+        """One gradient step, by such a vector."""
+        sizes = [parameter.numel() for parameter in self.parameters()]
+        gradients = vector.split(sizes)
+        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+            parameter.grad = gradient.view_as(parameter)
         nn.utils.clip_grad_norm_(self.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
 
-    def update(self, batch: Batch, index: Tensor, advantages: Tensor) -> Tensor:
-        """One gradient step, which all processes take together -> METRICS (6,)."""
-        self.gradient(batch, index, advantages)
-        dist.all_reduce(self.shared)
-        self.shared /= dist.get_world_size()
-        self.step()
-        return self.metrics.clone()
+    def update(self, batch: Batch, index: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+        """One gradient step, which all processes take together."""
+        vector, metrics = self.gradient(batch, index, advantages)
+        dist.all_reduce(vector)  # in one call, therefore a vector
+        self.step(vector / WORLD_SIZE)
+        return metrics
 
-    def learn(self, batch: Batch, order: Tensor, advantages: Tensor) -> Tensor:
-        """An epoch in the order (B,), its normalized advantages (M, B / M) -> METRICS (M, 6)."""
-        shares = zip(order.view(self.args.num_minibatches, -1), advantages, strict=True)
-        return torch.stack([self.update(batch, *share) for share in shares])
+    def learn(self, batch: Batch, advantages: Tensor, orders: Tensor) -> dict[str, Tensor]:
+        """An epoch of M minibatches -> {name: tensor (M,)}, the means of all processes.
+
+        The advantages (W, B) of all processes and the order (W, B) of each, a permutation.
+        """
+        shares = normalize(advantages, orders, self.args)[RANK]
+        indices = orders[RANK].view(self.args.num_minibatches, -1)
+        pairs = zip(indices, shares, strict=True)
+        rows = [self.update(batch, *pair) for pair in pairs]
+        metrics = {}
+        for name in rows[0]:
+            values = torch.stack([row[name] for row in rows])
+            dist.all_reduce(values)
+            metrics[name] = values / WORLD_SIZE
+        return metrics
 
 
-def evaluate(agent: PPO, args: Args, video: Path | None) -> float:
+# Training
+
+
+def main(args: Args) -> Path | None:
+    """Trains and, on rank 0, returns the run directory."""
+    check_args(args)
+    on_gpu = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    args, store = connect(args, device)
+    batch_size = args.num_envs * args.num_steps
+    warmup_steps = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    num_envs = args.num_envs // WORLD_SIZE
+    seed = args.seed + run.start_step
+    envs = AtariEnvs(
+        args.env_id,
+        num_envs,
+        seed + RANK * num_envs,
+        episodic_life=True,  # the loss of a life ends an episode
+        reward_clip=True,  # to its sign
+    )
+    num_actions = int(envs.pool.action_space.n)
+    agent = PPO(args, num_actions, device)
+    for parameter in agent.parameters():  # equal seeds make equal weights on equal machines alone
+        dist.broadcast(parameter.data, 0)
+    rollout = Rollout(args.num_steps, num_envs, device)
+    if run.checkpoint:
+        run.restore(agent)
+        torch.cuda.manual_seed(seed)  # restored streams differ from GPU to GPU; all draw the same
+    obs, _ = envs.pool.reset()
+
+    with one_of_many(run):
+        while run.step < run.total_steps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / run.total_steps
+            agent.optimizer.param_groups[0]["lr"] = learning_rate
+
+            # 1. Roll out: T steps with the policy as it is.
+            shape = args.num_steps, WORLD_SIZE, num_envs, num_actions
+            noise = torch.empty(shape, device=device).exponential_()[:, RANK]
+            games = []  # that end
+            rollout.final_values.zero_()
+            for t in range(args.num_steps):
+                with run.stage("inference"):
+                    rollout.obs[t] = torch.from_numpy(obs)
+                    sample, log_probs, values = agent.act(rollout.obs[t], noise[t])
+                    actions = sample.cpu().numpy()
+                with run.stage("simulation"):
+                    obs, rewards, terminated, truncated, infos = envs.step(actions)
+                with run.stage("replay"):
+                    ended = terminated | truncated
+                    rollout.actions[t] = sample
+                    rollout.log_probs[t] = log_probs
+                    rollout.values[t] = values
+                    rollout.rewards[t] = torch.from_numpy(rewards)
+                    rollout.ended[t] = torch.from_numpy(ended)
+                run.step += args.num_envs
+                # Where an episode ended, obs is already the next episode's first.
+                for i in np.flatnonzero(truncated):
+                    with run.stage("inference"):
+                        final_obs = torch.from_numpy(infos["final_obs"][[i]])
+                        final_value = agent.value(final_obs.to(device))
+                        rollout.final_values[t, i] = final_value
+                for score, length in infos["games"]:
+                    games.append((run.step, score, length))
+
+            # 2. Learn from it in several epochs.
+            with run.stage("backpropagation"):
+                inputs = torch.from_numpy(obs).to(device)
+                batch = agent.prepare(rollout, agent.value(inputs))
+                advantages = gather(batch.advantages)  # (W, B)
+                returns = gather(batch.returns)  # (W, B)
+                clipfracs = []
+                for _ in range(args.update_epochs):
+                    orders = [torch.randperm(len(x), device=device) for x in advantages]
+                    metrics = agent.learn(batch, advantages, torch.stack(orders))
+                    clipfracs.append(metrics["losses/clipfrac"])
+                    approx_kl = metrics["losses/approx_kl"][-1]
+                    if args.target_kl is not None and approx_kl > args.target_kl:
+                        break
+
+            # 3. Log, on rank 0, the last minibatch's losses; clipfrac is the mean over all of them.
+            # Rewards that are not finite make losses that are not.
+            with run.stage("logging"):
+                gathered = [None] * WORLD_SIZE
+                dist.all_gather_object(gathered, games)
+                if RANK > 0:
+                    continue
+                for step, score, length in sorted(sum(gathered, [])):
+                    game = {"charts/episodic_return": score, "charts/episodic_length": length}
+                    run.write(game, step)
+            row = {}
+            for tag, values in metrics.items():
+                row[tag] = values[-1]
+            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+            unexplained = advantages.var() / returns.var().clamp(min=1e-12)
+            row["losses/explained_variance"] = 1 - unexplained
+            row["charts/learning_rate"] = learning_rate
+            run.log(row)
+
+            # 4. Save and evaluate, now and then and at the end.
+            if run.due(args.checkpoint_every, at_end=args.save_model):
+                with run.stage("checkpoint"):
+                    run.save(agent)
+                    store.set("run_dir", str(run.dir))
+            if run.due(args.eval_every, at_end=args.capture_video):
+                with run.stage("evaluation"):
+                    video = run.dir / f"videos/step-{run.step}"
+                    eval_return = evaluate(agent, args, video)
+                    run.write({"charts/eval_return": eval_return})
+                    line = f"evaluation at {run.step:,}: {eval_return:,.1f}"
+                    run.bar.write(line, file=sys.stderr)
+            run.tick()
+    return run.dir if RANK == 0 else None
+
+
+# What a reader may skip: processes and evaluation, then the records around a run
+
+
+def check_args(args: Args) -> None:
+    """Flags that contradict each other or the number of processes, in one line."""
+    rollout = args.num_envs * args.num_steps
+    if rollout % args.num_minibatches or rollout == args.num_minibatches:
+        steps = f"{rollout:,} steps"
+        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
+    if args.num_envs % WORLD_SIZE or rollout % (args.num_minibatches * WORLD_SIZE):
+        raise SystemExit(f"--num-envs: {WORLD_SIZE} processes cannot have equal shares")
+
+
+def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
+    """Waits for the processes that torchrun has started -> flags of rank 0, what all share."""
+    store = dist.HashStore()  # of one process without torchrun
+    if "RANK" in os.environ:
+        store, _, _ = next(dist.rendezvous("env://"))
+    # torchrun's store outlives a restart, and so do the addresses of the processes before it
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl"  # Python's objects stay on the CPU
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(restarts, store),
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        timeout=PATIENCE,
+    )
+    agreed = [args]
+    dist.broadcast_object_list(agreed)
+    args = agreed[0]
+    if store.check(["run_dir"]):  # torchrun has restarted the processes after a checkpoint
+        args = replace(args, resume=store.get("run_dir").decode())
+    return args, store
+
+
+def gather(values: Tensor) -> Tensor:
+    """Those of all processes, whose number is a new first dimension."""
+    everyone = [torch.empty_like(values) for _ in range(WORLD_SIZE)]
+    dist.all_gather(everyone, values)
+    return torch.stack(everyone)
+
+
+@contextmanager
+def one_of_many(run: "Run"):
+    """Around the loop: rank 0 alone keeps records, and each process ends with a line of its own."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # on all ranks, as Run on its own
+    try:
+        with run if RANK == 0 else nullcontext():
+            try:
+                yield
+                dist.barrier()  # until rank 0 has saved, in case another one fails at its end
+            except KeyboardInterrupt:
+                raise SystemExit(f"rank {RANK}: interrupted after {run.step:,} steps") from None
+            except RuntimeError as error:  # of gloo, which has no class for its own, or of NCCL
+                if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
+                    raise
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, in the middle of this
+                raise SystemExit(f"rank {RANK}: another process is gone: {str(error)!r}") from None
+    finally:
+        dist.destroy_process_group()
+
+
+def evaluate(agent: PPO, args: Args, video: Path) -> float:
     """Mean score of K whole games from always the same starts, acting as in training."""
-    seed, mode = args.seed + 2**30, "rgb_array" if video else None  # not the games of training
-    envs = AtariEnvs(args.env_id, args.eval_episodes, seed, render_mode=mode)
-    device, generator = agent.model.actor.weight.device, torch.Generator().manual_seed(seed)
-    noise, frames = torch.empty(args.eval_episodes, envs.pool.action_space.n), []
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    unseen = args.seed + 2**30  # not the games of training
+    mode = "rgb_array" if args.capture_video else None
+    envs = AtariEnvs(args.env_id, args.eval_episodes, unseen, render_mode=mode)
+    device = agent.model.actor.weight.device
+    generator = torch.Generator().manual_seed(unseen)
+    noise = torch.empty(args.eval_episodes, envs.pool.action_space.n)
+    frames = []
+    returns = np.zeros(args.eval_episodes)
+    running = np.ones(args.eval_episodes, dtype=bool)
     obs, _ = envs.pool.reset()
     for _ in range(50_000):  # a game without end counts with its score so far
-        if video and running[0]:
+        if args.capture_video and running[0]:
             frames.append(envs.pool.render(env_ids=0)[0])
-        draws = noise.exponential_(generator=generator).to(device)
-        actions, _, _ = PPO.act(agent, torch.from_numpy(obs).to(device), draws)  # never compiled
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        noise.exponential_(generator=generator)
+        inputs = torch.from_numpy(obs).to(device)
+        actions, _, _ = PPO.act(agent, inputs, noise.to(device))  # agent.act may be compiled
+        actions = actions.cpu().numpy()
+        obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
         if not running.any():
             break
     envs.pool.close()
-    if video:
+    if frames:
         save_video(frames, str(video), lambda episode: True, fps=15)  # a step is 4 of 60 frames
     return float(returns.mean())
 
 
-def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
-    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
-    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
-    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
-    checkpoint["agent"] = agent.state_dict()
-    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
-    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    with path.with_suffix(".partial").open("wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-    path.with_suffix(".partial").replace(path)
+# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
+MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
 
 
-def load(path: Path) -> dict:
-    """What `save` has written, its tensors on the CPU."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-    if checkpoint.get("script") != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
-        raise SystemExit(f"--resume: {path.parent} has no checkpoint of this version of {SCRIPT}")
-    return checkpoint
+class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        self.mode = mode
+        self.on_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.warmup_steps = warmup_steps
+        self.trace_after = trace_after
+        self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
+        self.warmup_seconds = self.profiler = self.result = None
+        self.born = perf_counter()
+        self.env_steps = 0
+        self.begin_window()
+
+    def begin_window(self):  # at construction and after the warm-up
+        self.seconds = Counter()
+        self.open = ["untracked"]
+        self.ranges = []  # of the profiler, one per open stage
+        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
+        self.sampled = False
+        self.nvml = []
+        self.first_step = self.env_steps
+        self.iterations = 0
+        self.start = self.since = perf_counter()
+
+    def charge(self):  # the time since the last call belongs to the innermost open stage
+        now = perf_counter()
+        self.seconds[self.open[-1]] += now - self.since
+        self.since = now
+        if self.sampled:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.sample.append((self.open[-1], event))
+
+    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
+        if self.mode == "off" and name != "evaluation":
+            return nullcontext()
+        self.charge()
+        self.open.append(name)
+        if self.profiler:
+            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
+        return self
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        if self.ranges:
+            self.ranges.pop().__exit__(*error)
+        self.charge()
+        self.open.pop()
+
+    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
+        self.charge()
+        if self.sampled:
+            self.samples.append(self.sample)
+        self.env_steps = env_steps
+        self.iterations += 1
+        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure(env_steps)["seconds"]
+            self.begin_window()
+        elif self.profiler:
+            self.profiler.step()
+        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
+            self.result = self.measure(env_steps)
+            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        if self.sampled:
+            self.sample = []
+            self.charge()
+            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
+
+    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+        self.synchronize()  # what is still queued belongs to it
+        self.charge()
+        steps = env_steps - self.first_step
+        seconds = self.since - self.start - self.seconds["evaluation"]
+        return {
+            "sps": env_steps / (self.since - self.born),
+            "sps_steady": self.warmup_seconds and steps / seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "env_steps": steps,
+            "iterations": self.iterations,
+            "seconds": seconds,
+            "stages": dict(self.seconds),
+        }
+
+    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+        report = self.result or self.measure(self.env_steps)
+        report["wall_seconds"] = perf_counter() - self.born
+        report["nvml_percent"] = self.nvml
+        report["gpu_stages"] = Counter()
+        for sample in self.samples:
+            for (_, first), (name, last) in pairwise(sample):
+                share = report["iterations"] / len(self.samples)  # of all that were not sampled
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+        with replacing(path) as file:
+            file.write(json.dumps(report, indent=2).encode())
+        for name, seconds in report["stages"].items():
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
+        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
+        return report
 
 
-def main(args: Args) -> Path:
-    """Trains and returns the run directory."""
-    check_args(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-            signal.signal(number, signal.default_int_handler)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    store = connect(device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    agreed = [args, int(time.time())]
-    dist.broadcast_object_list(agreed)
-    args, now = agreed
-    if store.check(["run_dir"]):  # torchrun has restarted the processes after a checkpoint
-        args = replace(args, resume=store.get("run_dir").decode())
-    checkpoint = load(Path(args.resume, "checkpoint.pt")) if args.resume else None
-    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
-    batch_size = args.num_envs * args.num_steps
-    total_timesteps = args.total_timesteps // batch_size * batch_size
-    if start_step >= total_timesteps:
-        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
-    warmup_steps = STEADY_AFTER * batch_size
-    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
+class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
+    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
+        self.args = args
+        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
+        self.steps_per_iteration = steps_per_iteration
+        self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
+        if self.step >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        self.stage = self.watch.stage
+        self.episodic_return = math.nan
 
-    num_envs = args.num_envs // world_size
-    seed = args.seed + start_step + rank * num_envs
-    envs = AtariEnvs(args.env_id, num_envs, seed, episodic_life=True, reward_clip=True)
-    num_actions = int(envs.pool.action_space.n)
-    agent = PPO(args, num_actions, device)
-    for parameter in agent.parameters():  # equal seeds make equal weights on equal machines alone
-        weights = parameter.detach().contiguous()
-        dist.broadcast(weights, 0)
-        parameter.data.copy_(weights)
-    rollout = Rollout(args.num_steps, num_envs, device)
-    batch = Batch(*(getattr(rollout, name).flatten(0, 1) for name in Batch._fields))  # no copies
-
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
+    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
+        agent.load_state_dict(self.checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
-        torch.set_rng_state(checkpoint["generators"][0])
-        for state in checkpoint["generators"][1][:1]:  # rank 0's GPU, whose stream all have
-            torch.cuda.set_rng_state(state)
-        print(f"rank {rank}: resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
-    (obs, _), episodic_return = envs.pool.reset(), math.nan
+        cpu_state, *gpu_states = self.checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
 
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{now}"
-    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
-    if rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-        config = {"args": asdict(args), "command": " ".join(sys.argv), "processes": world_size}
-        config["versions"] = {"torch": torch.__version__, "envpool": envpool.__version__}
-        config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-        config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-        (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
+    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
+        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
+        checkpoint["made_by"] = Path(__file__).name
+        checkpoint["args"] = vars(self.args)
+        checkpoint["global_step"] = self.step
+        checkpoint["agent"] = agent.state_dict()
+        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        with replacing(self.dir / "checkpoint.pt") as file:
+            torch.save(checkpoint, file)
+
+    def __enter__(self):  # makes the run directory and opens its records
+        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, signal.default_int_handler)
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
+        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {
+            "args": vars(args),
+            "command": " ".join(sys.argv),
+            "versions": {"torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+        }
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             wandb.init(
-                **names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.dir.name,
+                resume="allow",
+                config=config,
+                sync_tensorboard=True,
             )
-        writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
-    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step", disable=rank > 0)
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
 
-    def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
-        last = global_step >= total_timesteps
-        return every > 0 and (last or global_step % every < batch_size)
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run
+        self.writer.close()
+        self.bar.close()
+        self.watch.report(self.dir / f"stages{self.suffix}")
+        if kind is KeyboardInterrupt:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
 
+    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
+        if self.step >= self.total_steps:
+            return at_end or every > 0
+        return every > 0 and self.step % every < self.steps_per_iteration
+
+    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
+        row = {}
+        with self.stage("backpropagation"):  # whose work the first of these reads waits for
+            for tag, value in metrics.items():
+                row[tag] = float(value)
+                if not math.isfinite(row[tag]):
+                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
+        with self.stage("logging"):
+            speed = self.watch.measure(self.step - self.start_step)
+            row["charts/SPS"] = speed["sps"]
+            if speed["sps_steady"]:
+                row["charts/SPS_steady"] = speed["sps_steady"]
+                row["charts/warmup_seconds"] = speed["warmup_seconds"]
+            self.write(row)
+            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+
+    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
+        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+
+    def tick(self):  # ends an iteration, outside of every stage
+        self.watch.tick(self.step - self.start_step)
+
+
+def parse_args(kind):  # with --resume, flags that are not given stay as they were
+    args = tyro.cli(kind)
+    if args.resume:
+        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
+    return args
+
+
+def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
+    path = Path(args.resume, "checkpoint.pt")
     try:
-        while global_step < total_timesteps:
-            share_done = global_step / total_timesteps if args.anneal_lr else 0
-            learning_rate = args.learning_rate * (1 - share_done)
-            agent.optimizer.param_groups[0]["lr"] = learning_rate
+        found = torch.load(path, map_location="cpu", mmap=True)
+        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+    except Exception:
+        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    return found
 
-            # 1. Roll out: T steps with the policy as it is.
-            shape = args.num_steps, world_size, num_envs, num_actions
-            noise = torch.empty(shape, device=device).exponential_()[:, rank]
-            games = []  # that end: step, score, length
-            rollout.final_values.zero_()
-            for t in range(args.num_steps):
-                with watch.stage("inference"):
-                    rollout.obs[t] = torch.from_numpy(obs)
-                    sample = agent.act(rollout.obs[t], noise[t])
-                    actions = sample[0].cpu().numpy()
-                with watch.stage("simulation"):
-                    obs, rewards, terminated, truncated, infos = envs.step(actions)
-                with watch.stage("replay"):
-                    rollout.actions[t], rollout.log_probs[t], rollout.values[t] = sample
-                    rollout.rewards[t] = torch.from_numpy(rewards)
-                    rollout.ended[t] = torch.from_numpy(terminated | truncated)
-                global_step += args.num_envs
-                # Where an episode ended, obs is already the next episode's first.
-                for i in np.flatnonzero(truncated):
-                    with watch.stage("inference"):
-                        final_obs = torch.from_numpy(infos["final_obs"][[i]]).to(device)
-                        rollout.final_values[t, i] = agent.value(final_obs)
-                games += [(global_step, *game) for game in infos["games"]]
 
-            # 2. Learn from it in several epochs.
-            with watch.stage("backpropagation"):
-                agent.prepare(rollout, agent.value(torch.from_numpy(obs).to(device)))
-                mine = torch.stack([batch.advantages, batch.returns])
-                everyone = [torch.empty_like(mine) for _ in range(world_size)]
-                dist.all_gather(everyone, mine)
-                advantages, returns = torch.stack(everyone, dim=1)  # (W, B)
-                metrics = []
-                for _ in range(args.update_epochs):
-                    orders = [torch.randperm(len(x), device=device) for x in advantages]
-                    shares = normalize(advantages, torch.stack(orders), args)
-                    metrics.append(agent.learn(batch, orders[rank], shares[rank]))
-                    if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
-                        break
-                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
-                explained = 1 - advantages.var() / returns.var()
-                *losses, explained = torch.stack([*losses, explained]).tolist()  # waits once
+@contextmanager
+def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
-            # 3. Log, on rank 0 alone. Rewards that are not finite make losses that are not.
-            with watch.stage("logging"):
-                gathered = [None] * world_size if rank == 0 else None
-                dist.gather_object(games, gathered)
-                if rank > 0:
-                    continue
-                if not np.isfinite(losses).all():
-                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
-                for step, episodic_return, length in sorted(sum(gathered, [])):
-                    writer.add_scalar("charts/episodic_return", episodic_return, step)
-                    writer.add_scalar("charts/episodic_length", length, step)
-                sps, steady_sps = watch.speed(global_step - start_step)
-                writer.add_scalar("charts/SPS", sps, global_step)
-                if steady_sps:
-                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
-                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                writer.add_scalar("losses/explained_variance", explained, global_step)
-                for tag, value in zip(METRICS, losses, strict=True):
-                    writer.add_scalar(f"losses/{tag}", value, global_step)
-                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
-                bar.update(global_step - bar.n)
 
-            # 4. Save and evaluate, now and then and at the end.
-            last = global_step >= total_timesteps
-            if due(args.checkpoint_every) or args.save_model and last:
-                with watch.stage("checkpoint"):
-                    save(run_dir / "checkpoint.pt", agent, global_step)
-                    store.set("run_dir", str(run_dir))
-            if due(args.eval_every) or args.capture_video and last:
-                with watch.stage("evaluation"):
-                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
-                    eval_return = evaluate(agent, args, video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
-            watch.tick(global_step - start_step)
-    except KeyboardInterrupt:
-        raise SystemExit(f"rank {rank}: interrupted after {global_step:,} steps") from None
-    except RuntimeError as error:  # of gloo, which has no class for its own, or of NCCL
-        if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
-            raise
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would interrupt the end
-        raise SystemExit(f"rank {rank}: another process is gone: {str(error)!r}") from None
-    finally:
-        bar.close()
-        if rank == 0:
-            writer.close()
-            watch.report(run_dir / f"stages{suffix}")
-        dist.destroy_process_group()
-    return run_dir
+# <<< run <<<
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if args.resume:  # flags that are not given stay as they were
-        args = tyro.cli(Args, default=Args(**load(Path(args.resume, "checkpoint.pt"))["args"]))
-    main(args)
+    main(parse_args(Args))

@@ -5,10 +5,12 @@
     python leanrl/ppo_cartpole_gpu.py --resume runs/RUN             # go on from its checkpoint.pt
 
 Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.06347), with
-generalized advantage estimation (arXiv:1506.02438). Gymnasium's CartPole-v1 is written as PyTorch
-operations over all environments: it lives where the network lives, and nothing but metrics leaves
-that device. A truncated episode bootstraps from its final observation, a terminated one does not.
-
+generalized advantage estimation (arXiv:1506.02438) and the defaults of CleanRL's ppo.py other than
+these: num_envs 4096, num_steps 32, learning_rate 2.5e-3 and total_timesteps 5,000,000, so that a
+minibatch has 32,768 steps. Other than in CleanRL, a truncated episode bootstraps from the value of
+its final observation; a terminated one does not bootstrap. Gymnasium's CartPole-v1 is written as
+PyTorch operations over all environments: it lives where the networks live, and nothing but metrics
+leaves that device.
 Its twin ppo_cartpole_gpu_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O = 4 observation, A = 2 actions.
 """
@@ -20,8 +22,12 @@ import re
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -71,166 +77,10 @@ class Args:
     target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
 
-# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import json  # noqa: E402, F811
-import sys  # noqa: E402, F811
-from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from time import perf_counter  # noqa: E402, F811
-
-import torch  # noqa: E402, F811
+STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
-class Stage:
-    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
-
-    def __init__(self, watch):
-        self.watch, self.seconds, self.count = watch, 0.0, 0
-
-    def __enter__(self):
-        watch, now = self.watch, perf_counter()
-        watch.open[-1].seconds += now - watch.since
-        watch.since = now
-        watch.open.append(self)
-
-    def __exit__(self, kind, value, traceback):
-        watch, now = self.watch, perf_counter()
-        watch.open.pop().seconds += now - watch.since
-        watch.since = now
-        self.count += 1
-
-
-class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
-
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
-        self._begin_window()
-        self.course = self._course(warmup_steps, trace_after, trace_iterations)
-
-    def tick(self, env_steps):
-        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
-        with self.untracked:  # an entry is an iteration
-            self.env_steps = env_steps
-        next(self.course, None)
-
-    def speed(self, env_steps):
-        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
-        now = perf_counter()
-        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
-        return env_steps / (now - self.born), self.warmup_seconds and steady
-
-    def report(self, path):
-        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
-        self.course.close()  # gives up a trace that is not complete
-        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
-        report["wall_seconds"] = perf_counter() - self.born
-        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        path.write_text(json.dumps(report, indent=2))
-        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
-        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
-        for name, stage in report["stages"].items():
-            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
-            gpu = "" if span is None else f"{span / steps:14,.1f}"
-            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
-        numbers = (report | report["gpu"]).items()
-        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
-        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
-        if trace:  # last, because it takes seconds, in which Ctrl-C may come
-            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
-        return report
-
-    def _course(self, warmup_steps, trace_after, trace_iterations):
-        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
-        while self.env_steps < warmup_steps:
-            yield
-        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
-        self._begin_window()
-        while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
-            self.stage = self._between_events if sampled else self.contexts.__getitem__
-            yield
-            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
-                self.asked = perf_counter()
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
-        self.result, self.stage = self._end_window(), self.contexts.__getitem__
-        with torch.profiler.profile() as self.profiler:
-            yield  # an iteration that pays for the profiler's buffers
-            first_step, self.stage = self.env_steps, self._annotated
-            with torch.profiler.record_function("stopwatch:untracked"):
-                for _ in range(trace_iterations):
-                    yield
-                self.synchronize()
-        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
-
-    def _begin_window(self):
-        """Counts anew: at construction and at the end of the warm-up."""
-        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
-        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
-        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
-        self.contexts, self.open = dict(self.stages), [self.untracked]
-        if self.mode == "off":  # but for the evaluation, which is never part of a window
-            self.contexts |= dict.fromkeys(names, nullcontext())
-        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
-        self.first_step, self.spans, self.nvml = self.env_steps, [], []
-        self.synchronize()
-        self.start = self.since = self.asked = perf_counter()
-
-    def _end_window(self):
-        """What the steady window or, if the warm-up did not end, the whole run has to say."""
-        self.synchronize()  # GPU work still queued belongs to the window
-        steady, stages = self.speed(self.env_steps)[1], {}
-        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
-        window["iterations"] = self.untracked.count
-        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
-        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
-        for name, stage in self.stages.items() if self.mode != "off" else ():
-            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
-            span = sum(spans) / len(spans) * stage.count if spans else None
-            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
-        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
-        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
-        return run | {"window": window, "stages": stages, "gpu": gpu}
-
-    @contextmanager
-    def _between_events(self, name):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        with self.contexts[name]:
-            yield
-        last.record()
-        self.spans.append((name, first, last))
-
-    @contextmanager
-    def _annotated(self, name):
-        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
-            yield
-
-
-# <<< stopwatch <<<
-
-
-SCRIPT = Path(__file__).name
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-KL = METRICS.index("approx_kl")
-STEADY_AFTER = 3  # rollouts, then compilation and capture are long over
-
-
-def check_args(args: Args) -> None:
-    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
-    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
-    may_be_zero += ("ent_coef", "vf_coef")
-    for name, x in asdict(args).items():
-        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
-            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
-    rollout = args.num_envs * args.num_steps
-    if args.total_timesteps < rollout:
-        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
-    if rollout % args.num_minibatches or rollout == args.num_minibatches:
-        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
+# Environment
 
 
 class CartPole(gym.vector.VectorEnv):
@@ -242,22 +92,33 @@ class CartPole(gym.vector.VectorEnv):
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    gravity, pole_mass, total_mass, half_length, force, tau = 9.8, 0.1, 1.1, 0.5, 10.0, 0.02
-    x_limit, theta_limit, max_steps = 2.4, 12 * math.pi / 180, 500
+    gravity = 9.8
+    pole_mass = 0.1
+    total_mass = 1.1
+    half_length = 0.5
+    force = 10.0
+    tau = 0.02  # seconds between two steps
+    x_limit = 2.4
+    theta_limit = math.radians(12)
+    max_steps = 500
 
     def __init__(self, num_envs: int, device: torch.device | str):
-        self.num_envs, self.device = num_envs, torch.device(device)
-        high = np.array([2 * self.x_limit, np.inf, 2 * self.theta_limit, np.inf], np.float32)
-        spaces = gym.spaces.Box(-high, high), gym.spaces.Discrete(2)
-        self.single_observation_space, self.single_action_space = spaces
-        batched = (gym.vector.utils.batch_space(space, num_envs) for space in spaces)
-        self.observation_space, self.action_space = batched
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        high = np.float32([2 * self.x_limit, np.inf, 2 * self.theta_limit, np.inf])
+        self.single_observation_space = gym.spaces.Box(-high, high)
+        self.single_action_space = gym.spaces.Discrete(2)
+        batch_space = gym.vector.utils.batch_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
         self.state = torch.zeros(num_envs, 4, device=device)  # x, x', theta, theta'
         self.lengths = torch.zeros(num_envs, dtype=torch.int32, device=device)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         """Starts all episodes, drawn from torch's generator if not by seed -> obs (N, 4), {}."""
-        generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
+        generator = None
+        if seed is not None:
+            generator = torch.Generator(self.device).manual_seed(seed)
         self.state.uniform_(-0.05, 0.05, generator=generator)
         self.lengths.zero_()
         return self.state.clone(), {}
@@ -267,23 +128,32 @@ class CartPole(gym.vector.VectorEnv):
 
         New episodes start at `noise` (N, 4), uniform in [-0.05, 0.05); drawn here if not given.
         """
-        final = self.dynamics(self.state, actions)
+        final_obs = self.dynamics(self.state, actions)
         self.lengths += 1
-        x, _, theta, _ = final.unbind(1)
+        x, _, theta, _ = final_obs.unbind(dim=1)
         terminated = (x.abs() > self.x_limit) | (theta.abs() > self.theta_limit)
         truncated = self.lengths >= self.max_steps
-        ended, lengths = terminated | truncated, self.lengths.clone()
-        noise = torch.empty_like(final).uniform_(-0.05, 0.05) if noise is None else noise
-        self.state.copy_(torch.where(ended[:, None], noise, final))
+        ended = terminated | truncated
+        lengths = self.lengths.clone()
+        if noise is None:
+            noise = torch.empty_like(final_obs).uniform_(-0.05, 0.05)
+        next_state = torch.where(ended[:, None], noise, final_obs)
+        self.state.copy_(next_state)
         self.lengths.masked_fill_(ended, 0)
-        infos = {"final_obs": final, "_final_obs": ended, "_episode": ended}
-        infos["episode"] = {"r": lengths.float(), "l": lengths}  # each step is worth 1
+        infos = {
+            "final_obs": final_obs,
+            "_final_obs": ended,
+            "episode": {"r": lengths.float(), "l": lengths},  # each step is worth 1
+            "_episode": ended,
+        }
         return self.state.clone(), torch.ones_like(x), terminated, truncated, infos
 
     def dynamics(self, state: Tensor, actions: Tensor) -> Tensor:
         """States (N, 4), actions (N,) -> next states (N, 4), by Euler's method."""
-        x, x_dot, theta, theta_dot = state.unbind(1)
-        cos, sin, moment = theta.cos(), theta.sin(), self.pole_mass * self.half_length
+        _, x_dot, theta, theta_dot = state.unbind(dim=1)
+        cos = theta.cos()
+        sin = theta.sin()
+        moment = self.pole_mass * self.half_length
         force = self.force * (2 * actions - 1)
         push = (force + moment * theta_dot.square() * sin) / self.total_mass
         inertia = self.half_length * (4 / 3 - self.pole_mass * cos.square() / self.total_mass)
@@ -293,13 +163,26 @@ class CartPole(gym.vector.VectorEnv):
         return state + self.tau * changes
 
 
+# Networks
+
+
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two hidden layers of 64; weights are orthogonal at first, `gain` scales the last layer's."""
-    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
-    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+    first = nn.Linear(inputs, 64)
+    second = nn.Linear(64, 64)
+    last = nn.Linear(64, outputs)
+    layers = first, second, last
+    gains = math.sqrt(2), math.sqrt(2), gain
+    for layer, scale in zip(layers, gains, strict=True):
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    return nn.Sequential(
+        first,
+        nn.Tanh(),
+        second,
+        nn.Tanh(),
+        last,
+    )
 
 
 class ActorCritic(nn.Module):
@@ -312,7 +195,12 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs (B, O) -> log-probabilities of the actions (B, A), values (B,)."""
-        return F.log_softmax(self.actor(obs), dim=-1), self.critic(obs).squeeze(-1)
+        log_policy = F.log_softmax(self.actor(obs), dim=-1)
+        values = self.critic(obs).squeeze(-1)
+        return log_policy, values
+
+
+# Storage
 
 
 class Batch(NamedTuple):
@@ -327,16 +215,27 @@ class Batch(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments on the device."""
+    """A step of N environments or, with T as first dimension, T of them; float32 on the device."""
 
-    obs: Tensor  # (T, N, O)
-    actions: Tensor  # (T, N) int64
-    log_probs: Tensor  # (T, N), these and what follows float32
-    values: Tensor  # (T, N)
-    rewards: Tensor  # (T, N)
-    next_values: Tensor  # (T, N) of what follows in the same episode, 0 after a termination
-    ended: Tensor  # (T, N) bool, of either kind
-    episode_returns: Tensor  # (T, N) of the episode so far
+    obs: Tensor  # (N, O)
+    actions: Tensor  # (N,) int64
+    log_probs: Tensor  # (N,)
+    values: Tensor  # (N,)
+    rewards: Tensor  # (N,)
+    next_values: Tensor  # (N,) of what follows in the same episode, 0 after a termination
+    ended: Tensor  # (N,) bool, of either kind
+    episode_returns: Tensor  # (N,) of the episode so far
+
+
+def stack(rows: list[Rollout]) -> Rollout:
+    """T rows (N, ...) -> one rollout (T, N, ...)."""
+    fields = {}
+    for name in Rollout._fields:
+        fields[name] = torch.stack([getattr(row, name) for row in rows])
+    return Rollout(**fields)
+
+
+# Losses
 
 
 def compute_gae(
@@ -348,9 +247,11 @@ def compute_gae(
     termination, that of the final observation after a truncation. `ended` is 1 after either.
     """
     deltas = rewards + gamma * next_values - values
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    weights = gamma * lam * (1 - ended)
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + gamma * lam * (1 - ended[t]) * advantage
+        advantage = deltas[t] + weights[t] * advantage
         advantages[t] = advantage
     return advantages
 
@@ -359,42 +260,58 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
-    return -torch.min(advantages * ratios, advantages * clipped).mean()
+    objectives = torch.min(advantages * ratios, advantages * clipped)
+    return -objectives.mean()
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
     errors = (values - batch.returns).square()
     if clip_coef is not None:
-        clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - batch.returns).square())
+        change = (values - batch.values).clamp(-clip_coef, clip_coef)
+        clipped_errors = (batch.values + change - batch.returns).square()
+        errors = torch.max(errors, clipped_errors)
     return 0.5 * errors.mean()
 
 
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
-    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}."""
     log_policy, values = model(batch.obs)
-    log_ratios = log_policy.gather(1, batch.actions[:, None]).squeeze(1) - batch.log_probs
+    log_probs = log_policy.gather(1, batch.actions[:, None]).squeeze(1)
+    log_ratios = log_probs - batch.log_probs
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    of_value = value_loss(values, batch, args.clip_coef if args.clip_vloss else None)
-    entropy = -(log_policy.exp() * log_policy).sum(dim=1).mean()
+    value_clip = args.clip_coef if args.clip_vloss else None
+    of_value = value_loss(values, batch, value_clip)
+    entropies = -(log_policy.exp() * log_policy).sum(dim=1)
+    entropy = entropies.mean()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()
-        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
-        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
-        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+        clipped = (ratios - 1).abs() > args.clip_coef
+        metrics = {
+            "losses/policy_loss": of_policy.detach(),
+            "losses/value_loss": of_value.detach(),
+            "losses/entropy": entropy.detach(),
+            "losses/old_approx_kl": -log_ratios.mean(),
+            "losses/approx_kl": (ratios - 1 - log_ratios).mean(),  # joschu.net/blog/kl-approx.html
+            "losses/clipfrac": clipped.float().mean(),
+        }
+    return loss, metrics
+
+
+# Agent
 
 
 class PPO(nn.Module):
-    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+    """Networks, optimizer and gradient steps, which return what is logged: {name: tensor ()}."""
 
     def __init__(self, args: Args, obs_dim: int, num_actions: int, device: torch.device):
         super().__init__()
-        self.args, self.model = args, ActorCritic(obs_dim, num_actions).to(device)
+        self.args = args
+        self.model = ActorCritic(obs_dim, num_actions).to(device)
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
         self.optimizers = (self.optimizer,)
 
@@ -406,7 +323,8 @@ class PPO(nn.Module):
         with torch.no_grad():
             log_policy, values = self.model(obs)
             actions = (log_policy - noise.log()).argmax(dim=1)
-            return actions, log_policy.gather(1, actions[:, None]).squeeze(1), values
+            log_probs = log_policy.gather(1, actions[:, None]).squeeze(1)
+            return actions, log_probs, values
 
     def value(self, obs: Tensor) -> Tensor:
         """obs (N, O) -> values (N,)."""
@@ -415,200 +333,430 @@ class PPO(nn.Module):
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""
-        estimates = rollout.rewards, rollout.values, rollout.next_values, rollout.ended.float()
-        advantages = compute_gae(*estimates, self.args.gamma, self.args.gae_lambda)
-        columns = *rollout[:4], advantages, advantages + rollout.values
-        return Batch(*(x.flatten(0, 1) for x in columns))
+        advantages = compute_gae(
+            rollout.rewards,
+            rollout.values,
+            rollout.next_values,
+            rollout.ended.float(),
+            self.args.gamma,
+            self.args.gae_lambda,
+        )
+        batch = Batch(
+            obs=rollout.obs,
+            actions=rollout.actions,
+            log_probs=rollout.log_probs,
+            values=rollout.values,
+            advantages=advantages,
+            returns=advantages + rollout.values,
+        )
+        return Batch._make(column.flatten(0, 1) for column in batch)
 
-    def update(self, batch: Batch, index: Tensor) -> Tensor:
-        """One gradient step on the rows in index (B,) -> METRICS (6,)."""
-        loss, metrics = ppo_loss(self.model, Batch(*(x[index] for x in batch)), self.args)
+    def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
+        """One gradient step on the steps of `batch` in index."""
+        minibatch = Batch._make(column[index] for column in batch)
+        loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         return metrics
 
-    def learn(self, batch: Batch, order: Tensor) -> Tensor:
-        """An epoch of minibatches in the order of a permutation (B,) -> METRICS of each (M, 6)."""
+    def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
+        """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
-        return torch.stack([self.update(batch, index) for index in indices])
+        rows = [self.update(batch, index) for index in indices]
+        metrics = {}
+        for name in rows[0]:
+            metrics[name] = torch.stack([row[name] for row in rows])
+        return metrics
 
 
-def evaluate(agent: PPO, args: Args, video: Path | None) -> float:
-    """Mean return of K of Gymnasium's own episodes from always the same starts, without noise."""
+# Training
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    on_gpu = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        steps = f"{batch_size:,} steps"
+        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
+    warmup_steps = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    envs = CartPole(args.num_envs, device)
+    obs_dim = envs.single_observation_space.shape[0]
+    num_actions = envs.single_action_space.n
+    agent = PPO(args, obs_dim, num_actions, device)
+    if run.checkpoint:
+        run.restore(agent)
+    obs, _ = envs.reset(seed=args.seed + run.start_step)
+
+    with run:
+        while run.step < run.total_steps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / run.total_steps
+            agent.optimizer.param_groups[0]["lr"] = learning_rate
+
+            # 1. Roll out: T steps with the policy as it is.
+            shape = args.num_steps, args.num_envs
+            noise = torch.empty(*shape, num_actions, device=device).exponential_()
+            starts = torch.empty(*shape, obs_dim, device=device).uniform_(-0.05, 0.05)
+            rows = []
+            for t in range(args.num_steps):
+                with run.stage("inference"):
+                    actions, log_probs, values = agent.act(obs, noise[t])
+                with run.stage("simulation"):
+                    next_obs, rewards, terminated, _, infos = envs.step(actions, starts[t])
+                with run.stage("inference"):
+                    next_values = agent.value(infos["final_obs"]) * ~terminated
+                rows.append(
+                    Rollout(
+                        obs=obs,
+                        actions=actions,
+                        log_probs=log_probs,
+                        values=values,
+                        rewards=rewards,
+                        next_values=next_values,
+                        ended=infos["_episode"],
+                        episode_returns=infos["episode"]["r"],
+                    )
+                )
+                obs = next_obs  # where an episode ended, already the next episode's first
+            with run.stage("replay"):
+                rollout = stack(rows)
+            run.step += batch_size
+
+            # 2. Learn from it in several epochs.
+            with run.stage("backpropagation"):
+                batch = agent.prepare(rollout)
+                clipfracs = []
+                for _ in range(args.update_epochs):
+                    order = torch.randperm(batch_size, device=device)
+                    metrics = agent.learn(batch, order)
+                    clipfracs.append(metrics["losses/clipfrac"])
+                    approx_kl = metrics["losses/approx_kl"][-1]
+                    if args.target_kl is not None and approx_kl > args.target_kl:
+                        break
+
+            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
+            row = {}
+            for tag, values in metrics.items():
+                row[tag] = values[-1]
+            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+            unexplained = (batch.returns - batch.values).var()
+            unexplained /= batch.returns.var().clamp(min=1e-12)
+            row["losses/explained_variance"] = 1 - unexplained
+            row["charts/learning_rate"] = learning_rate
+            returns = rollout.episode_returns.where(rollout.ended, math.nan)
+            with run.stage("backpropagation"):  # whose work this waits for
+                mean_return = returns.nanmean().item()
+            if math.isfinite(mean_return):  # an episode has ended; each step is worth 1
+                row["charts/episodic_return"] = mean_return
+                row["charts/episodic_length"] = mean_return
+            run.log(row)
+
+            # 4. Save and evaluate, now and then and at the end.
+            if run.due(args.checkpoint_every, at_end=args.save_model):
+                with run.stage("checkpoint"):
+                    run.save(agent)
+            if run.due(args.eval_every, at_end=args.capture_video):
+                with run.stage("evaluation"):
+                    video = run.dir / f"videos/step-{run.step}"
+                    eval_return = evaluate(agent, args, video)
+                    run.write({"charts/eval_return": eval_return})
+                    line = f"evaluation at {run.step:,}: {eval_return:,.1f}"
+                    run.bar.write(line, file=sys.stderr)
+            run.tick()
+    return run.dir
+
+
+# What a reader may skip: evaluation, then the records around a run
+
+
+def evaluate(agent: PPO, args: Args, video: Path) -> float:
+    """Mean return of K of Gymnasium's own episodes from always the same starts.
+
+    Each action is the likeliest one.
+    """
     makers = [lambda: gym.make(args.env_id)] * args.eval_episodes
-    if video is not None:
+    if args.capture_video:
         env = gym.make(args.env_id, render_mode="rgb_array")
-        makers[0] = lambda: gym.wrappers.RecordVideo(env, str(video), lambda i: i == 0)
+        env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        makers[0] = lambda: env
     envs = gym.vector.SyncVectorEnv(makers)
-    noise = torch.ones(args.eval_episodes, 2, device=next(agent.parameters()).device)
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    device = next(agent.parameters()).device
+    returns = np.zeros(args.eval_episodes)
+    running = np.ones(args.eval_episodes, dtype=bool)
+    unseen = args.seed + 2**31  # not the states of training
+    obs, _ = envs.reset(seed=unseen)
     while running.any():  # each has a time limit
-        actions, _, _ = PPO.act(agent, torch.as_tensor(obs).to(noise), noise)
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        inputs = torch.as_tensor(obs, device=device)
+        with torch.no_grad():
+            logits = agent.model.actor(inputs)
+        actions = logits.argmax(dim=1).cpu().numpy()
+        obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
     envs.close()
     return float(returns.mean())
 
 
-def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
-    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
-    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
-    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
-    checkpoint["agent"] = agent.state_dict()
-    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
-    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    with path.with_suffix(".partial").open("wb") as file:
-        torch.save(checkpoint, file)
+# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
+MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
+
+
+class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        self.mode = mode
+        self.on_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.warmup_steps = warmup_steps
+        self.trace_after = trace_after
+        self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
+        self.warmup_seconds = self.profiler = self.result = None
+        self.born = perf_counter()
+        self.env_steps = 0
+        self.begin_window()
+
+    def begin_window(self):  # at construction and after the warm-up
+        self.seconds = Counter()
+        self.open = ["untracked"]
+        self.ranges = []  # of the profiler, one per open stage
+        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
+        self.sampled = False
+        self.nvml = []
+        self.first_step = self.env_steps
+        self.iterations = 0
+        self.start = self.since = perf_counter()
+
+    def charge(self):  # the time since the last call belongs to the innermost open stage
+        now = perf_counter()
+        self.seconds[self.open[-1]] += now - self.since
+        self.since = now
+        if self.sampled:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.sample.append((self.open[-1], event))
+
+    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
+        if self.mode == "off" and name != "evaluation":
+            return nullcontext()
+        self.charge()
+        self.open.append(name)
+        if self.profiler:
+            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
+        return self
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        if self.ranges:
+            self.ranges.pop().__exit__(*error)
+        self.charge()
+        self.open.pop()
+
+    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
+        self.charge()
+        if self.sampled:
+            self.samples.append(self.sample)
+        self.env_steps = env_steps
+        self.iterations += 1
+        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure(env_steps)["seconds"]
+            self.begin_window()
+        elif self.profiler:
+            self.profiler.step()
+        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
+            self.result = self.measure(env_steps)
+            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        if self.sampled:
+            self.sample = []
+            self.charge()
+            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
+
+    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+        self.synchronize()  # what is still queued belongs to it
+        self.charge()
+        steps = env_steps - self.first_step
+        seconds = self.since - self.start - self.seconds["evaluation"]
+        return {
+            "sps": env_steps / (self.since - self.born),
+            "sps_steady": self.warmup_seconds and steps / seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "env_steps": steps,
+            "iterations": self.iterations,
+            "seconds": seconds,
+            "stages": dict(self.seconds),
+        }
+
+    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+        report = self.result or self.measure(self.env_steps)
+        report["wall_seconds"] = perf_counter() - self.born
+        report["nvml_percent"] = self.nvml
+        report["gpu_stages"] = Counter()
+        for sample in self.samples:
+            for (_, first), (name, last) in pairwise(sample):
+                share = report["iterations"] / len(self.samples)  # of all that were not sampled
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+        with replacing(path) as file:
+            file.write(json.dumps(report, indent=2).encode())
+        for name, seconds in report["stages"].items():
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
+        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
+        return report
+
+
+class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
+    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
+        self.args = args
+        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
+        self.steps_per_iteration = steps_per_iteration
+        self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
+        if self.step >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        self.stage = self.watch.stage
+        self.episodic_return = math.nan
+
+    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
+        agent.load_state_dict(self.checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        cpu_state, *gpu_states = self.checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
+
+    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
+        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
+        checkpoint["made_by"] = Path(__file__).name
+        checkpoint["args"] = vars(self.args)
+        checkpoint["global_step"] = self.step
+        checkpoint["agent"] = agent.state_dict()
+        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        with replacing(self.dir / "checkpoint.pt") as file:
+            torch.save(checkpoint, file)
+
+    def __enter__(self):  # makes the run directory and opens its records
+        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, signal.default_int_handler)
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
+        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {
+            "args": vars(args),
+            "command": " ".join(sys.argv),
+            "versions": {"torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+        }
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
+        if args.track:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.dir.name,
+                resume="allow",
+                config=config,
+                sync_tensorboard=True,
+            )
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
+
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run
+        self.writer.close()
+        self.bar.close()
+        self.watch.report(self.dir / f"stages{self.suffix}")
+        if kind is KeyboardInterrupt:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
+
+    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
+        if self.step >= self.total_steps:
+            return at_end or every > 0
+        return every > 0 and self.step % every < self.steps_per_iteration
+
+    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
+        row = {}
+        with self.stage("backpropagation"):  # whose work the first of these reads waits for
+            for tag, value in metrics.items():
+                row[tag] = float(value)
+                if not math.isfinite(row[tag]):
+                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
+        with self.stage("logging"):
+            speed = self.watch.measure(self.step - self.start_step)
+            row["charts/SPS"] = speed["sps"]
+            if speed["sps_steady"]:
+                row["charts/SPS_steady"] = speed["sps_steady"]
+                row["charts/warmup_seconds"] = speed["warmup_seconds"]
+            self.write(row)
+            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+
+    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
+        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+
+    def tick(self):  # ends an iteration, outside of every stage
+        self.watch.tick(self.step - self.start_step)
+
+
+def parse_args(kind):  # with --resume, flags that are not given stay as they were
+    args = tyro.cli(kind)
+    if args.resume:
+        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
+    return args
+
+
+def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
+    path = Path(args.resume, "checkpoint.pt")
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True)
+        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+    except Exception:
+        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    return found
+
+
+@contextmanager
+def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    path.with_suffix(".partial").replace(path)
+    partial.replace(path)
 
 
-def load(path: Path) -> dict:
-    """What `save` has written, its tensors on the CPU."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-    if checkpoint.get("script") != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
-        raise SystemExit(f"--resume: {path.parent} has no checkpoint of this version of {SCRIPT}")
-    return checkpoint
-
-
-def main(args: Args) -> Path:
-    """Trains and returns the run directory."""
-    check_args(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-            signal.signal(number, signal.default_int_handler)
-    checkpoint = load(Path(args.resume, "checkpoint.pt")) if args.resume else None
-    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
-    batch_size = args.num_envs * args.num_steps
-    total_timesteps = args.total_timesteps // batch_size * batch_size
-    if start_step >= total_timesteps:
-        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    warmup_steps = STEADY_AFTER * batch_size
-    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-
-    envs = CartPole(args.num_envs, device)
-    obs_dim, num_actions = envs.single_observation_space.shape[0], int(envs.single_action_space.n)
-    agent = PPO(args, obs_dim, num_actions, device)
-
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
-        torch.set_rng_state(checkpoint["generators"][0])
-        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
-        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
-    obs, _ = envs.reset(seed=args.seed + start_step)
-
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
-    config = {"args": asdict(args), "command": " ".join(sys.argv)}
-    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
-    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
-    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
-    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
-
-    def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
-        last = global_step >= total_timesteps
-        return every > 0 and (last or global_step % every < batch_size)
-
-    try:
-        while global_step < total_timesteps:
-            share_done = global_step / total_timesteps if args.anneal_lr else 0
-            learning_rate = args.learning_rate * (1 - share_done)
-            agent.optimizer.param_groups[0]["lr"] = learning_rate
-
-            # 1. Roll out: T steps with the policy as it is.
-            shape, rows = (args.num_steps, args.num_envs), []
-            noise = torch.empty(*shape, num_actions, device=device).exponential_()
-            starts = torch.empty(*shape, obs_dim, device=device).uniform_(-0.05, 0.05)
-            for t in range(args.num_steps):
-                with watch.stage("inference"):
-                    actions, log_probs, values = agent.act(obs, noise[t])
-                with watch.stage("simulation"):
-                    next_obs, rewards, terminated, _, infos = envs.step(actions, starts[t])
-                with watch.stage("inference"):
-                    next_values = agent.value(infos["final_obs"]) * ~terminated
-                row = obs, actions, log_probs, values, rewards, next_values
-                rows.append((*row, infos["_final_obs"], infos["episode"]["r"]))
-                obs = next_obs  # where an episode ended, already the next episode's first
-            with watch.stage("replay"):
-                rollout = Rollout(*map(torch.stack, zip(*rows, strict=True)))
-            global_step += batch_size
-
-            # 2. Learn from it in several epochs.
-            with watch.stage("backpropagation"):
-                batch, metrics = agent.prepare(rollout), []
-                for _ in range(args.update_epochs):
-                    metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
-                    if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
-                        break
-                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
-                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
-                mean_return = rollout.episode_returns.where(rollout.ended, math.nan).nanmean()
-                numbers = torch.stack([*losses, explained, mean_return])  # nan if none ended
-                *losses, explained, episodic_return = numbers.tolist()  # the CPU waits once
-
-            # 3. Log. An observation that is not finite makes losses that are not.
-            with watch.stage("logging"):
-                if not np.isfinite(losses).all():
-                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
-                sps, steady_sps = watch.speed(global_step - start_step)
-                writer.add_scalar("charts/SPS", sps, global_step)
-                if steady_sps:
-                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
-                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                writer.add_scalar("losses/explained_variance", explained, global_step)
-                for tag, value in zip(METRICS, losses, strict=True):
-                    writer.add_scalar(f"losses/{tag}", value, global_step)
-                if not math.isnan(episodic_return):  # if one ended; each step is worth 1
-                    writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                    writer.add_scalar("charts/episodic_length", episodic_return, global_step)
-                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
-                bar.update(global_step - bar.n)
-
-            # 4. Save and evaluate, now and then and at the end.
-            last = global_step >= total_timesteps
-            if due(args.checkpoint_every) or args.save_model and last:
-                with watch.stage("checkpoint"):
-                    save(run_dir / "checkpoint.pt", agent, global_step)
-            if due(args.eval_every) or args.capture_video and last:
-                with watch.stage("evaluation"):
-                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
-                    eval_return = evaluate(agent, args, video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
-            watch.tick(global_step - start_step)
-    except KeyboardInterrupt:
-        raise SystemExit(f"interrupted after {global_step:,} steps") from None
-    finally:
-        bar.close()
-        writer.close()
-        watch.report(run_dir / f"stages{suffix}")
-    return run_dir
+# <<< run <<<
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if args.resume:  # flags that are not given stay as they were
-        args = tyro.cli(Args, default=Args(**load(Path(args.resume, "checkpoint.pt"))["args"]))
-    main(args)
+    main(parse_args(Args))

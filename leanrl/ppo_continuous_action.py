@@ -21,8 +21,12 @@ import re
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -72,216 +76,88 @@ class Args:
     target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
 
-# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import json  # noqa: E402, F811
-import sys  # noqa: E402, F811
-from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from time import perf_counter  # noqa: E402, F811
-
-import torch  # noqa: E402, F811
-
-
-class Stage:
-    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
-
-    def __init__(self, watch):
-        self.watch, self.seconds, self.count = watch, 0.0, 0
-
-    def __enter__(self):
-        watch, now = self.watch, perf_counter()
-        watch.open[-1].seconds += now - watch.since
-        watch.since = now
-        watch.open.append(self)
-
-    def __exit__(self, kind, value, traceback):
-        watch, now = self.watch, perf_counter()
-        watch.open.pop().seconds += now - watch.since
-        watch.since = now
-        self.count += 1
-
-
-class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
-
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
-        self._begin_window()
-        self.course = self._course(warmup_steps, trace_after, trace_iterations)
-
-    def tick(self, env_steps):
-        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
-        with self.untracked:  # an entry is an iteration
-            self.env_steps = env_steps
-        next(self.course, None)
-
-    def speed(self, env_steps):
-        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
-        now = perf_counter()
-        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
-        return env_steps / (now - self.born), self.warmup_seconds and steady
-
-    def report(self, path):
-        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
-        self.course.close()  # gives up a trace that is not complete
-        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
-        report["wall_seconds"] = perf_counter() - self.born
-        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        path.write_text(json.dumps(report, indent=2))
-        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
-        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
-        for name, stage in report["stages"].items():
-            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
-            gpu = "" if span is None else f"{span / steps:14,.1f}"
-            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
-        numbers = (report | report["gpu"]).items()
-        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
-        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
-        if trace:  # last, because it takes seconds, in which Ctrl-C may come
-            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
-        return report
-
-    def _course(self, warmup_steps, trace_after, trace_iterations):
-        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
-        while self.env_steps < warmup_steps:
-            yield
-        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
-        self._begin_window()
-        while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
-            self.stage = self._between_events if sampled else self.contexts.__getitem__
-            yield
-            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
-                self.asked = perf_counter()
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
-        self.result, self.stage = self._end_window(), self.contexts.__getitem__
-        with torch.profiler.profile() as self.profiler:
-            yield  # an iteration that pays for the profiler's buffers
-            first_step, self.stage = self.env_steps, self._annotated
-            with torch.profiler.record_function("stopwatch:untracked"):
-                for _ in range(trace_iterations):
-                    yield
-                self.synchronize()
-        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
-
-    def _begin_window(self):
-        """Counts anew: at construction and at the end of the warm-up."""
-        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
-        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
-        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
-        self.contexts, self.open = dict(self.stages), [self.untracked]
-        if self.mode == "off":  # but for the evaluation, which is never part of a window
-            self.contexts |= dict.fromkeys(names, nullcontext())
-        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
-        self.first_step, self.spans, self.nvml = self.env_steps, [], []
-        self.synchronize()
-        self.start = self.since = self.asked = perf_counter()
-
-    def _end_window(self):
-        """What the steady window or, if the warm-up did not end, the whole run has to say."""
-        self.synchronize()  # GPU work still queued belongs to the window
-        steady, stages = self.speed(self.env_steps)[1], {}
-        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
-        window["iterations"] = self.untracked.count
-        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
-        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
-        for name, stage in self.stages.items() if self.mode != "off" else ():
-            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
-            span = sum(spans) / len(spans) * stage.count if spans else None
-            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
-        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
-        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
-        return run | {"window": window, "stages": stages, "gpu": gpu}
-
-    @contextmanager
-    def _between_events(self, name):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        with self.contexts[name]:
-            yield
-        last.record()
-        self.spans.append((name, first, last))
-
-    @contextmanager
-    def _annotated(self, name):
-        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
-            yield
-
-
-# <<< stopwatch <<<
-
-
-SCRIPT = Path(__file__).name
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-KL = METRICS.index("approx_kl")
-STATISTICS = [(rms, x) for rms in ("obs_rms", "return_rms") for x in ("mean", "var", "count")]
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
-def check_args(args: Args) -> None:
-    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
-    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
-    may_be_zero += ("ent_coef", "vf_coef")
-    for name, x in asdict(args).items():
-        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
-            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
-    rollout = args.num_envs * args.num_steps
-    if args.total_timesteps < rollout:
-        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
-    if rollout % args.num_minibatches or rollout == args.num_minibatches:
-        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
+# Environment
 
 
 def make_envs(
     env_id: str, num_envs: int, gamma: float | None = None, video: Path | None = None
 ) -> gym.vector.VectorEnv:
-    """N environments that reset in the step that ends an episode; `video` films the first one."""
+    """N environments that reset in the step that ends an episode; `video` films the first one.
 
-    def make_env(index: int) -> gym.Env:
-        films = video is not None and index == 0
-        env = gym.make(env_id, render_mode="rgb_array") if films else gym.make(env_id)
-        if not isinstance(env.action_space, Box) or len(env.observation_space.shape or ()) != 1:
-            raise SystemExit("--env-id: PPO needs flat observations and continuous actions")
-        if films:
-            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-        env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(env))
-        if gamma is not None:  # evaluation normalizes by what all environments have shown
+    With a gamma, for training, each normalizes observations and rewards by its own statistics.
+    """
+
+    def wrap(env: gym.Env) -> gym.Env:
+        actions = env.action_space
+        flat_obs = len(env.observation_space.shape or ()) == 1
+        if not (flat_obs and isinstance(actions, Box) and len(actions.shape) == 1):
+            raise SystemExit("--env-id: needs flat observations and flat continuous actions")
+        env = gym.wrappers.RecordEpisodeStatistics(env)
+        env = gym.wrappers.ClipAction(env)
+        if gamma is not None:
             env = gym.wrappers.NormalizeObservation(env)
             env = gym.wrappers.TransformObservation(env, lambda obs: obs.clip(-10, 10), None)
             env = gym.wrappers.NormalizeReward(env, gamma)
             env = gym.wrappers.TransformReward(env, lambda reward: reward.clip(-10, 10))
         return env
 
-    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
-    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    def make_env() -> gym.Env:
+        return wrap(gym.make(env_id))
+
+    def make_filmed_env() -> gym.Env:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        return wrap(env)
+
+    makers = [make_env] * num_envs
+    if video is not None:
+        makers[0] = make_filmed_env
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
 
 
 def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
     """What normalization has learned, a row per environment: for checkpoints and evaluation."""
-    found = {"discounted_reward": envs.get_attr("discounted_reward")}
-    for kind, name in STATISTICS:
-        found[f"{kind}_{name}"] = [getattr(rms, name) for rms in envs.get_attr(kind)]
-    return {name: torch.as_tensor(np.array(rows)) for name, rows in found.items()}
+    statistics = {}
+    for kind in ("obs_rms", "return_rms"):
+        for name in ("mean", "var", "count"):
+            rows = [getattr(rms, name) for rms in envs.get_attr(kind)]
+            statistics[f"{kind}_{name}"] = torch.as_tensor(np.array(rows))
+    return statistics
 
 
 def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
     """Puts back what `get_statistics` has returned."""
-    envs.set_attr("discounted_reward", list(statistics["discounted_reward"].numpy()))
-    for kind, name in STATISTICS:
-        for rms, row in zip(envs.get_attr(kind), statistics[f"{kind}_{name}"], strict=True):
-            setattr(rms, name, row.numpy())
+    for kind in ("obs_rms", "return_rms"):
+        for name in ("mean", "var", "count"):
+            rows = statistics[f"{kind}_{name}"].numpy()
+            for rms, row in zip(envs.get_attr(kind), rows, strict=True):
+                setattr(rms, name, row)
+
+
+# Networks
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two hidden layers of 64; weights are orthogonal at first, `gain` scales the last layer's."""
-    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
-    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+    first = nn.Linear(inputs, 64)
+    second = nn.Linear(64, 64)
+    last = nn.Linear(64, outputs)
+    layers = first, second, last
+    gains = math.sqrt(2), math.sqrt(2), gain
+    for layer, scale in zip(layers, gains, strict=True):
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    return nn.Sequential(
+        first,
+        nn.Tanh(),
+        second,
+        nn.Tanh(),
+        last,
+    )
 
 
 class ActorCritic(nn.Module):
@@ -295,7 +171,12 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
-        return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
+        mean = self.actor_mean(obs)
+        values = self.critic(obs).squeeze(-1)
+        return mean, self.actor_logstd, values
+
+
+# Storage
 
 
 class Batch(NamedTuple):
@@ -310,21 +191,31 @@ class Batch(NamedTuple):
 
 
 class Rollout:
-    """T steps of N environments on `device`: (T, N, O), (T, N, A) and otherwise (T, N)."""
+    """T steps of N environments on `device`.
+
+    `ended` is 1 where an episode ended; there, `final_values` has the value of its last
+    observation, 0 if it terminated.
+    """
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
         shape = args.num_steps, args.num_envs
-        self.obs = torch.zeros(*shape, obs_dim, device=device)
-        self.actions = torch.zeros(*shape, action_dim, device=device)
-        self.log_probs, self.values, self.rewards = torch.zeros(3, *shape, device=device)
-        # 1 where an episode ended; there, the value of its last observation, 0 if it terminated
-        self.ended, self.final_values = torch.zeros(2, *shape, device=device)
+        self.obs = torch.zeros(*shape, obs_dim, device=device)  # (T, N, O)
+        self.actions = torch.zeros(*shape, action_dim, device=device)  # (T, N, A)
+        self.log_probs = torch.zeros(shape, device=device)  # (T, N), as all below
+        self.values = torch.zeros(shape, device=device)
+        self.rewards = torch.zeros(shape, device=device)
+        self.ended = torch.zeros(shape, device=device)
+        self.final_values = torch.zeros(shape, device=device)
+
+
+# Losses
 
 
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
     z = (actions - mean) * (-log_std).exp()
-    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+    log_probs = -0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)
+    return log_probs.sum(dim=-1)
 
 
 def compute_gae(
@@ -336,9 +227,11 @@ def compute_gae(
     termination, that of the final observation after a truncation. `ended` is 1 after either.
     """
     deltas = rewards + gamma * next_values - values
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    weights = gamma * lam * (1 - ended)
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + gamma * lam * (1 - ended[t]) * advantage
+        advantage = deltas[t] + weights[t] * advantage
         advantages[t] = advantage
     return advantages
 
@@ -347,38 +240,51 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
-    return -torch.min(advantages * ratios, advantages * clipped).mean()
+    objectives = torch.min(advantages * ratios, advantages * clipped)
+    return -objectives.mean()
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
     errors = (values - batch.returns).square()
     if clip_coef is not None:
-        clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - batch.returns).square())
+        change = (values - batch.values).clamp(-clip_coef, clip_coef)
+        clipped_errors = (batch.values + change - batch.returns).square()
+        errors = torch.max(errors, clipped_errors)
     return 0.5 * errors.mean()
 
 
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
-    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}."""
     mean, log_std, values = model(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    of_value = value_loss(values, batch, args.clip_coef if args.clip_vloss else None)
+    value_clip = args.clip_coef if args.clip_vloss else None
+    of_value = value_loss(values, batch, value_clip)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()
-        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
-        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
-        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+        clipped = (ratios - 1).abs() > args.clip_coef
+        metrics = {
+            "losses/policy_loss": of_policy.detach(),
+            "losses/value_loss": of_value.detach(),
+            "losses/entropy": entropy.detach(),
+            "losses/old_approx_kl": -log_ratios.mean(),
+            "losses/approx_kl": (ratios - 1 - log_ratios).mean(),  # joschu.net/blog/kl-approx.html
+            "losses/clipfrac": clipped.float().mean(),
+        }
+    return loss, metrics
+
+
+# Agent
 
 
 class PPO(nn.Module):
-    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+    """Network, optimizer and gradient steps, which return what is logged: {name: tensor ()}."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
         super().__init__()
@@ -392,7 +298,8 @@ class PPO(nn.Module):
         with torch.no_grad():
             mean, log_std, values = self.model(obs)
             actions = mean + log_std.exp() * noise
-            return actions, gaussian_log_prob(actions, mean, log_std), values
+            log_probs = gaussian_log_prob(actions, mean, log_std)
+            return actions, log_probs, values
 
     def value(self, obs: Tensor) -> Tensor:
         """obs (..., O) -> values (...)."""
@@ -402,17 +309,29 @@ class PPO(nn.Module):
     def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
         """A rollout and the values of what follows it (N,) -> B = T N steps to learn from."""
         with torch.no_grad():
-            obs, actions, log_probs, values, rewards, ended, final_values = vars(rollout).values()
-            following = torch.cat([values[1:], next_values[None]])
-            following = torch.where(ended.bool(), final_values, following)
-            discounts = self.args.gamma, self.args.gae_lambda
-            advantages = compute_gae(rewards, values, following, ended, *discounts)
-            columns = obs, actions, log_probs, values, advantages, advantages + values
-            return Batch(*(column.flatten(0, 1) for column in columns))
+            following = torch.cat([rollout.values[1:], next_values[None]])
+            following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+            advantages = compute_gae(
+                rollout.rewards,
+                rollout.values,
+                following,
+                rollout.ended,
+                self.args.gamma,
+                self.args.gae_lambda,
+            )
+            batch = Batch(
+                obs=rollout.obs,
+                actions=rollout.actions,
+                log_probs=rollout.log_probs,
+                values=rollout.values,
+                advantages=advantages,
+                returns=advantages + rollout.values,
+            )
+            return Batch._make(column.flatten(0, 1) for column in batch)
 
-    def update(self, batch: Batch, index: Tensor) -> Tensor:
-        """One gradient step on the steps of `batch` in index -> METRICS (6,)."""
-        minibatch = Batch(*(column[index] for column in batch))
+    def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
+        """One gradient step on the steps of `batch` in index."""
+        minibatch = Batch._make(column[index] for column in batch)
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()
         loss.backward()
@@ -420,24 +339,155 @@ class PPO(nn.Module):
         self.optimizer.step()
         return metrics
 
-    def learn(self, batch: Batch, order: Tensor) -> Tensor:
-        """An epoch of minibatches in the order of a permutation (B,) -> METRICS of each (M, 6)."""
+    def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
+        """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
-        return torch.stack([self.update(batch, index) for index in indices])
+        rows = [self.update(batch, index) for index in indices]
+        metrics = {}
+        for name in rows[0]:
+            metrics[name] = torch.stack([row[name] for row in rows])
+        return metrics
 
 
-def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path | None) -> float:
-    """Mean return of K episodes from always the same starts, acting without noise."""
+# Training
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    on_gpu = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        steps = f"{batch_size:,} steps"
+        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
+    warmup_steps = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    envs = make_envs(args.env_id, args.num_envs, args.gamma)
+    obs_dim = envs.single_observation_space.shape[0]
+    action_dim = envs.single_action_space.shape[0]
+    agent = PPO(args, obs_dim, action_dim, device)
+    rollout = Rollout(args, obs_dim, action_dim, device)
+    if run.checkpoint:
+        run.restore(agent)
+        set_statistics(envs, run.checkpoint["statistics"])
+    obs, _ = envs.reset(seed=args.seed + run.start_step)
+
+    with run:
+        while run.step < run.total_steps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / run.total_steps
+            agent.optimizer.param_groups[0]["lr"] = learning_rate
+
+            # 1. Roll out: T steps with the policy as it is.
+            noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
+            for t in range(args.num_steps):
+                with run.stage("inference"):
+                    inputs = torch.as_tensor(obs, device=device)
+                    sample, log_probs, values = agent.act(inputs, noise[t])
+                    actions = sample.cpu().numpy()
+                with run.stage("simulation"):
+                    next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+
+                with run.stage("replay"):
+                    ended = terminated | truncated
+                    rollout.obs[t] = inputs
+                    rollout.actions[t] = sample
+                    rollout.log_probs[t] = log_probs
+                    rollout.values[t] = values
+                    rollout.rewards[t] = torch.as_tensor(rewards)
+                    rollout.ended[t] = torch.as_tensor(ended)
+                    obs = next_obs
+                run.step += args.num_envs
+                # Where an episode ended, next_obs is already the next episode's first.
+                for i in ended.nonzero()[0]:
+                    with run.stage("inference"):
+                        final_obs = torch.as_tensor(infos["final_obs"][i], device=device)
+                        final_value = agent.value(final_obs)
+                        rollout.final_values[t, i] = final_value * (not terminated[i])
+                    with run.stage("logging"):
+                        episode = infos["final_info"]["episode"]
+                        run.write(
+                            {
+                                "charts/episodic_return": episode["r"][i],
+                                "charts/episodic_length": episode["l"][i],
+                            }
+                        )
+
+            # 2. Learn from it in several epochs.
+            with run.stage("backpropagation"):
+                total = rollout.obs.sum() + rollout.rewards.sum()
+                if not math.isfinite(total):
+                    steps = f"steps {run.step - batch_size:,} to {run.step:,}"
+                    raise SystemExit(f"{steps}: observation or reward is not finite")
+                inputs = torch.as_tensor(obs, device=device)
+                batch = agent.prepare(rollout, agent.value(inputs))
+                clipfracs = []
+                for _ in range(args.update_epochs):
+                    order = torch.randperm(batch_size, device=device)
+                    metrics = agent.learn(batch, order)
+                    clipfracs.append(metrics["losses/clipfrac"])
+                    approx_kl = metrics["losses/approx_kl"][-1]
+                    if args.target_kl is not None and approx_kl > args.target_kl:
+                        break
+
+            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
+            row = {}
+            for tag, values in metrics.items():
+                row[tag] = values[-1]
+            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+            unexplained = (batch.returns - batch.values).var()
+            unexplained /= batch.returns.var().clamp(min=1e-12)
+            row["losses/explained_variance"] = 1 - unexplained
+            row["charts/learning_rate"] = learning_rate
+            run.log(row)
+
+            # 4. Save and evaluate, now and then and at the end.
+            if run.due(args.checkpoint_every, at_end=args.save_model):
+                with run.stage("checkpoint"):
+                    run.save(agent, statistics=get_statistics(envs))
+            if run.due(args.eval_every, at_end=args.capture_video):
+                with run.stage("evaluation"):
+                    video = run.dir / f"videos/step-{run.step}"
+                    eval_return = evaluate(agent, args, get_statistics(envs), video)
+                    run.write({"charts/eval_return": eval_return})
+                    line = f"evaluation at {run.step:,}: {eval_return:,.1f}"
+                    run.bar.write(line, file=sys.stderr)
+            run.tick()
+    return run.dir
+
+
+# What a reader may skip: evaluation, then the records around a run
+
+
+def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path) -> float:
+    """Mean return of K episodes from always the same starts, acting without noise.
+
+    Observations are normalized by the statistics of all training environments as one.
+    """
+    if not args.capture_video:
+        video = None
     envs = make_envs(args.env_id, args.eval_episodes, video=video)
-    means, variances = statistics["obs_rms_mean"], statistics["obs_rms_var"]  # per environment
-    mean, std = means.mean(0), (variances.mean(0) + means.var(0, correction=0) + 1e-8).sqrt()
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    means = statistics["obs_rms_mean"]  # (N, O)
+    mean = means.mean(dim=0)
+    variance = means.var(dim=0, correction=0)  # between environments, and within them
+    variance += statistics["obs_rms_var"].mean(dim=0)
+    std = (variance + 1e-8).sqrt()
+    returns = np.zeros(args.eval_episodes)
+    running = np.ones(args.eval_episodes, dtype=bool)
+    unseen = args.seed + 2**31  # not the states of training
+    obs, _ = envs.reset(seed=unseen)
     for _ in range(50_000):  # an episode without end counts with its return so far
-        inputs = ((torch.as_tensor(obs) - mean) / std).clamp(-10, 10)
+        inputs = (torch.as_tensor(obs) - mean) / std
+        inputs = inputs.clamp(-10, 10)
+        inputs = inputs.to(agent.model.actor_logstd)
         with torch.no_grad():
-            actions = agent.model.actor_mean(inputs.to(agent.model.actor_logstd))
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+            actions = agent.model.actor_mean(inputs)
+        actions = actions.cpu().numpy()
+        obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
         if not running.any():
@@ -446,174 +496,257 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path 
     return float(returns.mean())
 
 
-def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
-    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
-    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
-    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
-    checkpoint["agent"] = agent.state_dict()
-    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
-    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    with path.with_suffix(".partial").open("wb") as file:
-        torch.save(checkpoint, file)
+# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
+MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
+
+
+class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        self.mode = mode
+        self.on_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.warmup_steps = warmup_steps
+        self.trace_after = trace_after
+        self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
+        self.warmup_seconds = self.profiler = self.result = None
+        self.born = perf_counter()
+        self.env_steps = 0
+        self.begin_window()
+
+    def begin_window(self):  # at construction and after the warm-up
+        self.seconds = Counter()
+        self.open = ["untracked"]
+        self.ranges = []  # of the profiler, one per open stage
+        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
+        self.sampled = False
+        self.nvml = []
+        self.first_step = self.env_steps
+        self.iterations = 0
+        self.start = self.since = perf_counter()
+
+    def charge(self):  # the time since the last call belongs to the innermost open stage
+        now = perf_counter()
+        self.seconds[self.open[-1]] += now - self.since
+        self.since = now
+        if self.sampled:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.sample.append((self.open[-1], event))
+
+    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
+        if self.mode == "off" and name != "evaluation":
+            return nullcontext()
+        self.charge()
+        self.open.append(name)
+        if self.profiler:
+            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
+        return self
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        if self.ranges:
+            self.ranges.pop().__exit__(*error)
+        self.charge()
+        self.open.pop()
+
+    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
+        self.charge()
+        if self.sampled:
+            self.samples.append(self.sample)
+        self.env_steps = env_steps
+        self.iterations += 1
+        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure(env_steps)["seconds"]
+            self.begin_window()
+        elif self.profiler:
+            self.profiler.step()
+        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
+            self.result = self.measure(env_steps)
+            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        if self.sampled:
+            self.sample = []
+            self.charge()
+            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
+
+    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+        self.synchronize()  # what is still queued belongs to it
+        self.charge()
+        steps = env_steps - self.first_step
+        seconds = self.since - self.start - self.seconds["evaluation"]
+        return {
+            "sps": env_steps / (self.since - self.born),
+            "sps_steady": self.warmup_seconds and steps / seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "env_steps": steps,
+            "iterations": self.iterations,
+            "seconds": seconds,
+            "stages": dict(self.seconds),
+        }
+
+    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+        report = self.result or self.measure(self.env_steps)
+        report["wall_seconds"] = perf_counter() - self.born
+        report["nvml_percent"] = self.nvml
+        report["gpu_stages"] = Counter()
+        for sample in self.samples:
+            for (_, first), (name, last) in pairwise(sample):
+                share = report["iterations"] / len(self.samples)  # of all that were not sampled
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+        with replacing(path) as file:
+            file.write(json.dumps(report, indent=2).encode())
+        for name, seconds in report["stages"].items():
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
+        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
+        return report
+
+
+class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
+    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
+        self.args = args
+        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
+        self.steps_per_iteration = steps_per_iteration
+        self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
+        if self.step >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        self.stage = self.watch.stage
+        self.episodic_return = math.nan
+
+    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
+        agent.load_state_dict(self.checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        cpu_state, *gpu_states = self.checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
+
+    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
+        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
+        checkpoint["made_by"] = Path(__file__).name
+        checkpoint["args"] = vars(self.args)
+        checkpoint["global_step"] = self.step
+        checkpoint["agent"] = agent.state_dict()
+        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        with replacing(self.dir / "checkpoint.pt") as file:
+            torch.save(checkpoint, file)
+
+    def __enter__(self):  # makes the run directory and opens its records
+        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, signal.default_int_handler)
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
+        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {
+            "args": vars(args),
+            "command": " ".join(sys.argv),
+            "versions": {"torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+        }
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
+        if args.track:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.dir.name,
+                resume="allow",
+                config=config,
+                sync_tensorboard=True,
+            )
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
+
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run
+        self.writer.close()
+        self.bar.close()
+        self.watch.report(self.dir / f"stages{self.suffix}")
+        if kind is KeyboardInterrupt:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
+
+    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
+        if self.step >= self.total_steps:
+            return at_end or every > 0
+        return every > 0 and self.step % every < self.steps_per_iteration
+
+    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
+        row = {}
+        with self.stage("backpropagation"):  # whose work the first of these reads waits for
+            for tag, value in metrics.items():
+                row[tag] = float(value)
+                if not math.isfinite(row[tag]):
+                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
+        with self.stage("logging"):
+            speed = self.watch.measure(self.step - self.start_step)
+            row["charts/SPS"] = speed["sps"]
+            if speed["sps_steady"]:
+                row["charts/SPS_steady"] = speed["sps_steady"]
+                row["charts/warmup_seconds"] = speed["warmup_seconds"]
+            self.write(row)
+            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+
+    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
+        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+
+    def tick(self):  # ends an iteration, outside of every stage
+        self.watch.tick(self.step - self.start_step)
+
+
+def parse_args(kind):  # with --resume, flags that are not given stay as they were
+    args = tyro.cli(kind)
+    if args.resume:
+        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
+    return args
+
+
+def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
+    path = Path(args.resume, "checkpoint.pt")
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True)
+        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+    except Exception:
+        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    return found
+
+
+@contextmanager
+def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    path.with_suffix(".partial").replace(path)
+    partial.replace(path)
 
 
-def load(path: Path) -> dict:
-    """What `save` has written, its tensors on the CPU."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-    if checkpoint.get("script") != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
-        raise SystemExit(f"--resume: {path.parent} has no checkpoint of this version of {SCRIPT}")
-    return checkpoint
-
-
-def main(args: Args) -> Path:
-    """Trains and returns the run directory."""
-    check_args(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-            signal.signal(number, signal.default_int_handler)
-    checkpoint = load(Path(args.resume, "checkpoint.pt")) if args.resume else None
-    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
-    batch_size = args.num_envs * args.num_steps
-    total_timesteps = args.total_timesteps // batch_size * batch_size
-    if start_step >= total_timesteps:
-        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    warmup_steps = STEADY_AFTER * batch_size
-    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-
-    envs = make_envs(args.env_id, args.num_envs, args.gamma)
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-    agent = PPO(args, obs_dim, action_dim, device)
-    rollout, episodic_return = Rollout(args, obs_dim, action_dim, device), math.nan
-
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
-        set_statistics(envs, checkpoint["statistics"])
-        torch.set_rng_state(checkpoint["generators"][0])
-        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
-        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
-    obs, _ = envs.reset(seed=args.seed + start_step)
-
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
-    config = {"args": asdict(args), "command": " ".join(sys.argv)}
-    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
-    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
-    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
-    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
-
-    def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
-        last = global_step >= total_timesteps
-        return every > 0 and (last or global_step % every < batch_size)
-
-    try:
-        while global_step < total_timesteps:
-            share_done = global_step / total_timesteps if args.anneal_lr else 0
-            learning_rate = args.learning_rate * (1 - share_done)
-            agent.optimizer.param_groups[0]["lr"] = learning_rate
-
-            # 1. Roll out: T steps with the policy as it is.
-            noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
-            for t in range(args.num_steps):
-                with watch.stage("inference"):
-                    inputs = torch.as_tensor(obs, dtype=torch.float32).to(device, non_blocking=True)
-                    sample = agent.act(inputs, noise[t])
-                    actions = sample[0].cpu().numpy()
-                with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-
-                with watch.stage("replay"):
-                    ended = terminated | truncated
-                    rollout.obs[t] = inputs
-                    rollout.actions[t], rollout.log_probs[t], rollout.values[t] = sample
-                    rollout.rewards[t] = torch.as_tensor(rewards)
-                    rollout.ended[t] = torch.as_tensor(ended)
-                    obs = next_obs
-                global_step += args.num_envs
-                # Where an episode ended, next_obs is already the next episode's first.
-                for i in ended.nonzero()[0]:
-                    with watch.stage("inference"):
-                        final_value = agent.value(torch.as_tensor(infos["final_obs"][i]).to(device))
-                        rollout.final_values[t, i] = final_value * (not terminated[i])
-                    with watch.stage("logging"):
-                        episodic_return = infos["final_info"]["episode"]["r"][i]
-                        writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                        length = infos["final_info"]["episode"]["l"][i]
-                        writer.add_scalar("charts/episodic_length", length, global_step)
-
-            # 2. Learn from it in several epochs.
-            with watch.stage("backpropagation"):
-                if not math.isfinite(rollout.obs.sum() + rollout.rewards.sum()):
-                    steps = f"steps {global_step - batch_size:,} to {global_step:,}"
-                    raise SystemExit(f"{steps}: observation or reward is not finite")
-                batch = agent.prepare(rollout, agent.value(torch.as_tensor(obs).to(device)))
-                metrics = []
-                for _ in range(args.update_epochs):
-                    metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
-                    if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
-                        break
-                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
-                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
-                *losses, explained = torch.stack([*losses, explained]).tolist()  # waits once
-
-            # 3. Log.
-            with watch.stage("logging"):
-                if not np.isfinite(losses).all():
-                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
-                sps, steady_sps = watch.speed(global_step - start_step)
-                writer.add_scalar("charts/SPS", sps, global_step)
-                if steady_sps:
-                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
-                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                writer.add_scalar("losses/explained_variance", explained, global_step)
-                for tag, value in zip(METRICS, losses, strict=True):
-                    writer.add_scalar(f"losses/{tag}", value, global_step)
-                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
-                bar.update(global_step - bar.n)
-
-            # 4. Save and evaluate, now and then and at the end.
-            last = global_step >= total_timesteps
-            if due(args.checkpoint_every) or args.save_model and last:
-                with watch.stage("checkpoint"):
-                    statistics = get_statistics(envs)
-                    save(run_dir / "checkpoint.pt", agent, global_step, statistics=statistics)
-            if due(args.eval_every) or args.capture_video and last:
-                with watch.stage("evaluation"):
-                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
-                    eval_return = evaluate(agent, args, get_statistics(envs), video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
-            watch.tick(global_step - start_step)
-    except KeyboardInterrupt:
-        raise SystemExit(f"interrupted after {global_step:,} steps") from None
-    finally:
-        bar.close()
-        writer.close()
-        watch.report(run_dir / f"stages{suffix}")
-    return run_dir
+# <<< run <<<
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if args.resume:  # flags that are not given stay as they were
-        args = tyro.cli(Args, default=Args(**load(Path(args.resume, "checkpoint.pt"))["args"]))
-    main(args)
+    main(parse_args(Args))

@@ -17,8 +17,8 @@ two files shows what that needs:
   departs, and the stored log-probabilities say how important a step of the older one is
   (`ppo_loss`). All values, those of final observations included, are computed anew.
 - The learner draws all random numbers, and which weights make which rollout does not depend on who
-  is faster: a seed repeats itself to the last bit. --sync waits for each rollout, so that all is as
-  in ppo_continuous_action.py, to the last bit with the same devices and number of threads.
+  is faster: a seed repeats itself. --sync waits for each rollout, so that all is as in
+  ppo_continuous_action.py, but for the last bits.
 - `Worker`: a process that ends with this one and whose death ends this one at once. Evaluation has
   its own and does not stop training, unless several are waiting. A resumed run begins with fresh
   episodes and weights that are not stale.
@@ -39,10 +39,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -98,219 +100,66 @@ class Args:
     target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
 
-# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import json  # noqa: E402, F811
-import sys  # noqa: E402, F811
-from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from time import perf_counter  # noqa: E402, F811
-
-import torch  # noqa: E402, F811
-
-
-class Stage:
-    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
-
-    def __init__(self, watch):
-        self.watch, self.seconds, self.count = watch, 0.0, 0
-
-    def __enter__(self):
-        watch, now = self.watch, perf_counter()
-        watch.open[-1].seconds += now - watch.since
-        watch.since = now
-        watch.open.append(self)
-
-    def __exit__(self, kind, value, traceback):
-        watch, now = self.watch, perf_counter()
-        watch.open.pop().seconds += now - watch.since
-        watch.since = now
-        self.count += 1
-
-
-class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
-
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
-        self._begin_window()
-        self.course = self._course(warmup_steps, trace_after, trace_iterations)
-
-    def tick(self, env_steps):
-        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
-        with self.untracked:  # an entry is an iteration
-            self.env_steps = env_steps
-        next(self.course, None)
-
-    def speed(self, env_steps):
-        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
-        now = perf_counter()
-        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
-        return env_steps / (now - self.born), self.warmup_seconds and steady
-
-    def report(self, path):
-        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
-        self.course.close()  # gives up a trace that is not complete
-        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
-        report["wall_seconds"] = perf_counter() - self.born
-        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        path.write_text(json.dumps(report, indent=2))
-        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
-        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
-        for name, stage in report["stages"].items():
-            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
-            gpu = "" if span is None else f"{span / steps:14,.1f}"
-            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
-        numbers = (report | report["gpu"]).items()
-        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
-        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
-        if trace:  # last, because it takes seconds, in which Ctrl-C may come
-            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
-        return report
-
-    def _course(self, warmup_steps, trace_after, trace_iterations):
-        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
-        while self.env_steps < warmup_steps:
-            yield
-        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
-        self._begin_window()
-        while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
-            self.stage = self._between_events if sampled else self.contexts.__getitem__
-            yield
-            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
-                self.asked = perf_counter()
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
-        self.result, self.stage = self._end_window(), self.contexts.__getitem__
-        with torch.profiler.profile() as self.profiler:
-            yield  # an iteration that pays for the profiler's buffers
-            first_step, self.stage = self.env_steps, self._annotated
-            with torch.profiler.record_function("stopwatch:untracked"):
-                for _ in range(trace_iterations):
-                    yield
-                self.synchronize()
-        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
-
-    def _begin_window(self):
-        """Counts anew: at construction and at the end of the warm-up."""
-        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
-        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
-        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
-        self.contexts, self.open = dict(self.stages), [self.untracked]
-        if self.mode == "off":  # but for the evaluation, which is never part of a window
-            self.contexts |= dict.fromkeys(names, nullcontext())
-        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
-        self.first_step, self.spans, self.nvml = self.env_steps, [], []
-        self.synchronize()
-        self.start = self.since = self.asked = perf_counter()
-
-    def _end_window(self):
-        """What the steady window or, if the warm-up did not end, the whole run has to say."""
-        self.synchronize()  # GPU work still queued belongs to the window
-        steady, stages = self.speed(self.env_steps)[1], {}
-        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
-        window["iterations"] = self.untracked.count
-        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
-        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
-        for name, stage in self.stages.items() if self.mode != "off" else ():
-            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
-            span = sum(spans) / len(spans) * stage.count if spans else None
-            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
-        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
-        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
-        return run | {"window": window, "stages": stages, "gpu": gpu}
-
-    @contextmanager
-    def _between_events(self, name):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        with self.contexts[name]:
-            yield
-        last.record()
-        self.spans.append((name, first, last))
-
-    @contextmanager
-    def _annotated(self, name):
-        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
-            yield
-
-
-# <<< stopwatch <<<
-
-
-SCRIPT = Path(__file__).name
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-KL = METRICS.index("approx_kl")
-STATISTICS = [(rms, x) for rms in ("obs_rms", "return_rms") for x in ("mean", "var", "count")]
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
-def check_args(args: Args) -> None:
-    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
-    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
-    may_be_zero += ("ent_coef", "vf_coef", "max_staleness")
-    for name, x in asdict(args).items():
-        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
-            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
-    rollout = args.num_envs * args.num_steps
-    if args.total_timesteps < rollout:
-        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
-    if rollout % args.num_minibatches or rollout == args.num_minibatches:
-        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
-    count = torch.cuda.device_count()
-    devices = ["cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))]
-    for name in ("learner_device", "collector_device", "eval_device"):
-        if getattr(args, name) not in (None, *devices):
-            raise SystemExit(f"--{name.replace('_', '-')}: this machine has {', '.join(devices)}")
-
-
-def use_device(name: str) -> torch.device:
-    """The device of that name, as this process's current one: the others cost it no memory."""
-    if name.startswith("cuda"):
-        torch.cuda.set_device(torch.device(name).index or 0)
-    return torch.device(name)
+# Environment
 
 
 def make_envs(
     env_id: str, num_envs: int, gamma: float | None = None, video: Path | None = None
 ) -> gym.vector.VectorEnv:
-    """N environments that reset in the step that ends an episode; `video` films the first one."""
+    """N environments that reset in the step that ends an episode; `video` films the first one.
 
-    def make_env(index: int) -> gym.Env:
-        films = video is not None and index == 0
-        env = gym.make(env_id, render_mode="rgb_array") if films else gym.make(env_id)
-        if not isinstance(env.action_space, Box) or len(env.observation_space.shape or ()) != 1:
-            raise SystemExit("--env-id: PPO needs flat observations and continuous actions")
-        if films:
-            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-        env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(env))
-        if gamma is not None:  # evaluation normalizes by what all environments have shown
+    With a gamma, for training, each normalizes observations and rewards by its own statistics.
+    """
+
+    def wrap(env: gym.Env) -> gym.Env:
+        actions = env.action_space
+        flat_obs = len(env.observation_space.shape or ()) == 1
+        if not (flat_obs and isinstance(actions, Box) and len(actions.shape) == 1):
+            raise SystemExit("--env-id: needs flat observations and flat continuous actions")
+        env = gym.wrappers.RecordEpisodeStatistics(env)
+        env = gym.wrappers.ClipAction(env)
+        if gamma is not None:
             env = gym.wrappers.NormalizeObservation(env)
             env = gym.wrappers.TransformObservation(env, lambda obs: obs.clip(-10, 10), None)
             env = gym.wrappers.NormalizeReward(env, gamma)
             env = gym.wrappers.TransformReward(env, lambda reward: reward.clip(-10, 10))
         return env
 
-    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
-    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    def make_env() -> gym.Env:
+        return wrap(gym.make(env_id))
+
+    def make_filmed_env() -> gym.Env:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        return wrap(env)
+
+    makers = [make_env] * num_envs
+    if video is not None:
+        makers[0] = make_filmed_env
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
 
 
 def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
     """What normalization has learned, a row per environment: for checkpoints and evaluation."""
-    found = {"discounted_reward": envs.get_attr("discounted_reward")}
-    for kind, name in STATISTICS:
-        found[f"{kind}_{name}"] = [getattr(rms, name) for rms in envs.get_attr(kind)]
-    return {name: torch.as_tensor(np.array(rows)) for name, rows in found.items()}
+    statistics = {}
+    for kind in ("obs_rms", "return_rms"):
+        for name in ("mean", "var", "count"):
+            rows = [getattr(rms, name) for rms in envs.get_attr(kind)]
+            statistics[f"{kind}_{name}"] = torch.as_tensor(np.array(rows))
+    return statistics
 
 
 def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
     """Puts back what `get_statistics` has returned."""
-    envs.set_attr("discounted_reward", list(statistics["discounted_reward"].numpy()))
-    for kind, name in STATISTICS:
-        for rms, row in zip(envs.get_attr(kind), statistics[f"{kind}_{name}"], strict=True):
-            setattr(rms, name, row.numpy())
+    for kind in ("obs_rms", "return_rms"):
+        for name in ("mean", "var", "count"):
+            rows = statistics[f"{kind}_{name}"].numpy()
+            for rms, row in zip(envs.get_attr(kind), rows, strict=True):
+                setattr(rms, name, row)
 
 
 class DeviceEnv(gym.vector.VectorWrapper):
@@ -324,26 +173,40 @@ class DeviceEnv(gym.vector.VectorWrapper):
         super().__init__(envs)
         self.device = device
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+    def reset(self, *, seed=None, options=None) -> tuple:
         obs, infos = self.env.reset(seed=seed, options=options)
         return self.to_device(obs), infos
 
     def step(self, actions: Tensor) -> tuple:
         *arrays, infos = self.env.step(actions.cpu().numpy())
-        return *(self.to_device(array) for array in arrays), infos
+        tensors = map(self.to_device, arrays)
+        return *tensors, infos
 
     def to_device(self, array: np.ndarray) -> Tensor:
         dtype = torch.float32 if array.dtype.kind == "f" else None
-        return torch.as_tensor(array).to(self.device, dtype, non_blocking=True)
+        return torch.as_tensor(array, dtype=dtype, device=self.device)
+
+
+# Networks
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two hidden layers of 64; weights are orthogonal at first, `gain` scales the last layer's."""
-    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
-    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+    first = nn.Linear(inputs, 64)
+    second = nn.Linear(64, 64)
+    last = nn.Linear(64, outputs)
+    layers = first, second, last
+    gains = math.sqrt(2), math.sqrt(2), gain
+    for layer, scale in zip(layers, gains, strict=True):
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    return nn.Sequential(
+        first,
+        nn.Tanh(),
+        second,
+        nn.Tanh(),
+        last,
+    )
 
 
 class ActorCritic(nn.Module):
@@ -357,7 +220,12 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
-        return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
+        mean = self.actor_mean(obs)
+        values = self.critic(obs).squeeze(-1)
+        return mean, self.actor_logstd, values
+
+
+# Storage
 
 
 class Batch(NamedTuple):
@@ -373,15 +241,19 @@ class Batch(NamedTuple):
 
 
 class Rollout:
-    """T steps of N environments on `device`: (T + 1, N, O), (T, N, A) and otherwise (T, N)."""
+    """T steps of N environments on `device`."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
         shape = args.num_steps, args.num_envs
-        self.obs = torch.zeros(shape[0] + 1, shape[1], obs_dim, device=device)  # and what follows
-        self.actions = torch.zeros(*shape, action_dim, device=device)
-        self.log_probs, self.values, self.rewards = torch.zeros(3, *shape, device=device)
+        # (T + 1, N, O), the last row for what follows the last step
+        self.obs = torch.zeros(args.num_steps + 1, args.num_envs, obs_dim, device=device)
+        self.actions = torch.zeros(*shape, action_dim, device=device)  # (T, N, A)
+        self.log_probs = torch.zeros(shape, device=device)  # (T, N), as all below
+        self.values = torch.zeros(shape, device=device)
+        self.rewards = torch.zeros(shape, device=device)
         # 1 where an episode ended; there, the value of its last observation, 0 if it terminated
-        self.ended, self.final_values = torch.zeros(2, *shape, device=device)
+        self.ended = torch.zeros(shape, device=device)
+        self.final_values = torch.zeros(shape, device=device)
 
 
 class Slot(Rollout):
@@ -389,17 +261,35 @@ class Slot(Rollout):
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, model: ActorCritic):
         super().__init__(args, obs_dim, action_dim, torch.device("cpu"))
-        self.noise = torch.zeros(args.num_steps, args.num_envs, action_dim)  # standard normal
-        self.version = torch.zeros((), dtype=torch.int64)  # how many updates the weights have seen
-        self.weights = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+        self.noise = torch.zeros_like(self.actions)  # standard normal
+        self.version = torch.tensor(0)  # how many updates the weights have seen
+        self.weights = get_weights(model)
         for tensor in vars(self).values():
             tensor.share_memory_()  # nothing of it outlives the processes, however they end
+
+
+def get_weights(model: nn.Module) -> Tensor:
+    """All parameters in one vector on the CPU."""
+    return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+
+
+class Report(NamedTuple):
+    """What the collector says of a rollout, next to what it leaves in a slot."""
+
+    truncations: list  # (t, n, final observation (O,)) of episodes that were truncated
+    episodes: list  # (step, what is logged) of episodes that ended
+    statistics: dict  # of the normalization after the rollout, {name: tensor}
+    waited: float  # seconds, for the slot
+
+
+# Losses
 
 
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
     z = (actions - mean) * (-log_std).exp()
-    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+    log_probs = -0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)
+    return log_probs.sum(dim=-1)
 
 
 def compute_gae(
@@ -411,9 +301,11 @@ def compute_gae(
     termination, that of the final observation after a truncation. `ended` is 1 after either.
     """
     deltas = rewards + gamma * next_values - values
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    weights = gamma * lam * (1 - ended)
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + gamma * lam * (1 - ended[t]) * advantage
+        advantage = deltas[t] + weights[t] * advantage
         advantages[t] = advantage
     return advantages
 
@@ -422,20 +314,22 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
-    return -torch.min(advantages * ratios, advantages * clipped).mean()
+    objectives = torch.min(advantages * ratios, advantages * clipped)
+    return -objectives.mean()
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
     errors = (values - batch.returns).square()
     if clip_coef is not None:
-        clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - batch.returns).square())
+        change = (values - batch.values).clamp(-clip_coef, clip_coef)
+        clipped_errors = (batch.values + change - batch.returns).square()
+        errors = torch.max(errors, clipped_errors)
     return 0.5 * errors.mean()
 
 
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
-    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,).
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}.
 
     The policy's part is the decoupled objective of Hilton et al. (arXiv:2110.00641, section 3).
     """
@@ -445,18 +339,29 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tens
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, batch.importance * advantages, args.clip_coef)
-    of_value = value_loss(values, batch, args.clip_coef if args.clip_vloss else None)
+    value_clip = args.clip_coef if args.clip_vloss else None
+    of_value = value_loss(values, batch, value_clip)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()
-        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
-        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
-        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+        clipped = (ratios - 1).abs() > args.clip_coef
+        metrics = {
+            "losses/policy_loss": of_policy.detach(),
+            "losses/value_loss": of_value.detach(),
+            "losses/entropy": entropy.detach(),
+            "losses/old_approx_kl": -log_ratios.mean(),
+            "losses/approx_kl": (ratios - 1 - log_ratios).mean(),  # joschu.net/blog/kl-approx.html
+            "losses/clipfrac": clipped.float().mean(),
+        }
+    return loss, metrics
+
+
+# Agent
 
 
 class PPO(nn.Module):
-    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+    """Network, optimizer and gradient steps, which return what is logged: {name: tensor ()}."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
         super().__init__()
@@ -470,7 +375,8 @@ class PPO(nn.Module):
         with torch.no_grad():
             mean, log_std, values = self.model(obs)
             actions = mean + log_std.exp() * noise
-            return actions, gaussian_log_prob(actions, mean, log_std), values
+            log_probs = gaussian_log_prob(actions, mean, log_std)
+            return actions, log_probs, values
 
     def value(self, obs: Tensor) -> Tensor:
         """obs (..., O) -> values (...)."""
@@ -480,22 +386,39 @@ class PPO(nn.Module):
     def prepare(self, rollout: Rollout, stale: bool) -> Batch:
         """A rollout, perhaps `stale`: made by older weights -> B = T N steps to learn from."""
         with torch.no_grad():
-            obs, actions, log_probs, values, rewards, ended, final_values = vars(rollout).values()
+            obs = rollout.obs[:-1]
+            values = rollout.values
+            log_probs = rollout.log_probs
             importance = torch.ones_like(log_probs)
             if stale:  # what these weights have to say
-                mean, log_std, values = self.model(obs[:-1])
-                log_probs = gaussian_log_prob(actions, mean, log_std)
+                mean, log_std, values = self.model(obs)
+                log_probs = gaussian_log_prob(rollout.actions, mean, log_std)
                 importance = (log_probs - rollout.log_probs).exp()
-            following = torch.cat([values[1:], self.value(obs[-1])[None]])
-            following = torch.where(ended.bool(), final_values, following)
-            discounts = self.args.gamma, self.args.gae_lambda
-            advantages = compute_gae(rewards, values, following, ended, *discounts)
-            columns = log_probs, values, advantages, advantages + values, importance
-            return Batch(*(column.flatten(0, 1) for column in (obs[:-1], actions, *columns)))
+            last_values = self.value(rollout.obs[-1])
+            next_values = torch.cat([values[1:], last_values[None]])
+            next_values = torch.where(rollout.ended.bool(), rollout.final_values, next_values)
+            advantages = compute_gae(
+                rollout.rewards,
+                values,
+                next_values,
+                rollout.ended,
+                self.args.gamma,
+                self.args.gae_lambda,
+            )
+            steps = Batch(
+                obs=obs,
+                actions=rollout.actions,
+                log_probs=log_probs,
+                values=values,
+                advantages=advantages,
+                returns=advantages + values,
+                importance=importance,
+            )
+            return Batch._make(column.flatten(0, 1) for column in steps)
 
-    def update(self, batch: Batch, index: Tensor) -> Tensor:
-        """One gradient step on the steps of `batch` in index -> METRICS (6,)."""
-        minibatch = Batch(*(column[index] for column in batch))
+    def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
+        """One gradient step on the steps of `batch` in index."""
+        minibatch = Batch._make(column[index] for column in batch)
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()
         loss.backward()
@@ -503,10 +426,206 @@ class PPO(nn.Module):
         self.optimizer.step()
         return metrics
 
-    def learn(self, batch: Batch, order: Tensor) -> Tensor:
-        """An epoch of minibatches in the order of a permutation (B,) -> METRICS of each (M, 6)."""
+    def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
+        """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
-        return torch.stack([self.update(batch, index) for index in indices])
+        rows = [self.update(batch, index) for index in indices]
+        metrics = {}
+        for name in rows[0]:
+            metrics[name] = torch.stack([row[name] for row in rows])
+        return metrics
+
+
+# Training
+
+
+def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
+    """What the collector does: makes a rollout in each slot whose index it gets."""
+    device = use_device(args.collector_device)
+    warmup_steps = STEADY_AFTER * args.num_envs * args.num_steps
+    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
+    envs = make_envs(args.env_id, args.num_envs, args.gamma)
+    obs_dim = envs.single_observation_space.shape[0]
+    action_dim = envs.single_action_space.shape[0]
+    agent = PPO(args, obs_dim, action_dim, device)
+    rollout = Rollout(args, obs_dim, action_dim, device)
+    device_envs = DeviceEnv(envs, device)
+    start_step, statistics = receive(pipe)
+    if statistics:
+        set_statistics(envs, statistics)
+    obs, _ = device_envs.reset(seed=args.seed + start_step)
+    step = start_step
+    try:
+        while True:
+            begin = perf_counter()
+            slot = slots[receive(pipe)]
+            waited = perf_counter() - begin
+            truncations = []
+            episodes = []
+            nn.utils.vector_to_parameters(slot.weights.to(device), agent.parameters())
+            noise = slot.noise.to(device)
+            for t in range(args.num_steps):
+                with watch.stage("inference"):
+                    actions, log_probs, values = agent.act(obs, noise[t])
+                with watch.stage("simulation"):
+                    next_obs, rewards, terminated, truncated, infos = device_envs.step(actions)
+
+                with watch.stage("replay"):
+                    rollout.obs[t] = obs
+                    rollout.actions[t] = actions
+                    rollout.rewards[t] = rewards
+                    rollout.ended[t] = terminated | truncated
+                    rollout.log_probs[t] = log_probs
+                    rollout.values[t] = values
+                    obs = next_obs
+                step += args.num_envs
+                # Where an episode ended, next_obs is already the next episode's first.
+                for n in np.flatnonzero(infos.get("_final_obs", ())):
+                    if not terminated[n]:
+                        truncations.append((t, n, infos["final_obs"][n]))
+                    episode = infos["final_info"]["episode"]
+                    row = {
+                        "charts/episodic_return": episode["r"][n],
+                        "charts/episodic_length": episode["l"][n],
+                    }
+                    episodes.append((step, row))
+            rollout.obs[-1] = obs
+            for name, tensor in vars(rollout).items():
+                getattr(slot, name).copy_(tensor)
+            report = Report(
+                truncations=truncations,
+                episodes=episodes,
+                statistics=get_statistics(envs),
+                waited=waited,
+            )
+            send(pipe, report)
+            watch.tick(step - start_step)
+    finally:
+        print("the collector:", file=sys.stderr)
+        watch.report(report_path)
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    check_args(args)
+    on_gpu = args.cuda and torch.cuda.is_available()
+    default_device = "cuda" if on_gpu else "cpu"
+    device = use_device(args.learner_device or default_device)
+    max_staleness = 0 if args.sync else args.max_staleness
+    if max_staleness:  # one core is the collector's
+        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        steps = f"{batch_size:,} steps"
+        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
+    warmup_steps = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    envs = make_envs(args.env_id, 1)  # for their spaces: those to act in are the collector's
+    obs_dim = envs.single_observation_space.shape[0]
+    action_dim = envs.single_action_space.shape[0]
+    agent = PPO(args, obs_dim, action_dim, device)
+    rollout = Rollout(args, obs_dim, action_dim, device)
+    slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
+    if run.checkpoint:
+        run.restore(agent)
+    num_rollouts = math.ceil((run.total_steps - run.start_step) / batch_size)
+    handed_out = 0  # rollouts
+    unanswered = 0  # evaluations
+
+    workers = []
+    with run, supervision(workers):
+        report_path = run.dir / f"stages_collector{run.suffix}"
+        collector = Worker("collector", collect, args, slots, report_path)
+        workers.append(collector)
+        collector.send((run.start_step, run.checkpoint.get("statistics")))
+        if args.eval_every or args.capture_video:
+            evaluator = Worker("evaluator", answer, args, obs_dim, action_dim, run.dir)
+            workers.append(evaluator)
+        while run.step < run.total_steps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / run.total_steps
+            agent.optimizer.param_groups[0]["lr"] = learning_rate
+
+            # 1. Let the collector go on with these weights, and get the rollout that is due.
+            version = (run.step - run.start_step) // batch_size  # updates so far
+            with run.stage("replay"):
+                while handed_out < min(version + len(slots), num_rollouts):
+                    index = handed_out % len(slots)
+                    slot = slots[index]
+                    slot.weights.copy_(get_weights(agent))
+                    slot.version.fill_(version)
+                    slot.noise.normal_()
+                    collector.send(index)
+                    handed_out += 1
+            begin = perf_counter()
+            report = collector.receive()
+            waited = perf_counter() - begin
+            run.step += batch_size
+
+            # 2. Learn from it in several epochs.
+            with run.stage("backpropagation"):
+                slot = slots[version % len(slots)]
+                total = slot.obs.sum() + slot.rewards.sum()
+                if not math.isfinite(total):
+                    steps = f"steps {run.step - batch_size:,} to {run.step:,}"
+                    raise SystemExit(f"{steps}: observation or reward is not finite")
+                for name, tensor in vars(rollout).items():
+                    tensor.copy_(getattr(slot, name), non_blocking=True)
+                for t, n, final_obs in report.truncations:  # of all others it is 0
+                    inputs = torch.as_tensor(final_obs, device=device)
+                    rollout.final_values[t, n] = agent.value(inputs)
+                staleness = version - slot.version.item()
+                batch = agent.prepare(rollout, stale=staleness > 0)
+                clipfracs = []
+                for _ in range(args.update_epochs):
+                    order = torch.randperm(batch_size, device=device)
+                    metrics = agent.learn(batch, order)
+                    clipfracs.append(metrics["losses/clipfrac"])
+                    approx_kl = metrics["losses/approx_kl"][-1]
+                    if args.target_kl is not None and approx_kl > args.target_kl:
+                        break
+
+            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
+            with run.stage("logging"):
+                for step, episode in report.episodes:
+                    run.write(episode, step)
+            row = {}
+            for tag, values in metrics.items():
+                row[tag] = values[-1]
+            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+            unexplained = (batch.returns - batch.values).var()
+            unexplained /= batch.returns.var().clamp(min=1e-12)
+            row["losses/explained_variance"] = 1 - unexplained
+            row["charts/learning_rate"] = learning_rate
+            row["charts/staleness"] = staleness
+            row["charts/learner_waits_seconds"] = waited
+            row["charts/collector_waits_seconds"] = report.waited
+            run.log(row)
+
+            # 4. Save and evaluate, now and then and at the end.
+            if run.due(args.checkpoint_every, at_end=args.save_model):
+                with run.stage("checkpoint"):
+                    run.save(agent, statistics=report.statistics)
+            with run.stage("evaluation"):
+                if run.due(args.eval_every, at_end=args.capture_video):
+                    evaluator.send((run.step, get_weights(agent), report.statistics))
+                    unanswered += 1
+                last = run.step >= run.total_steps
+                while unanswered and (last or evaluator.pipe.poll()):
+                    step, eval_return = evaluator.receive()
+                    unanswered -= 1
+                    run.write({"charts/eval_return": eval_return}, step)
+                    line = f"evaluation at {step:,}: {eval_return:,.1f}"
+                    run.bar.write(line, file=sys.stderr)
+            run.tick()
+    return run.dir
+
+
+# What a reader may skip: processes, evaluation and checks, then the records around a run
 
 
 class Worker:
@@ -515,39 +634,42 @@ class Worker:
     If it ends before, that ends the run in one line: `check` does so, to be called on SIGCHLD.
     """
 
-    def __init__(self, name: str, function: Callable, *args: object):
+    def __init__(self, name: str, function, *args):
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self.name, (self.pipe, pipe) = name, context.Pipe()
+        self.name = name
+        self.pipe, pipe = context.Pipe()
         self.process = context.Process(target=work, args=(function, pipe, *args), daemon=True)
         # A terminal sends these to every process of a run, of which this one ends the others.
-        handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP)}
+        handlers = {}
+        for number in (signal.SIGINT, signal.SIGHUP):
+            handlers[number] = signal.signal(number, signal.SIG_IGN)
         self.process.start()  # ignores them as well
         for number, handler in handlers.items():
             signal.signal(number, handler)
         pipe.close()
 
-    def check(self) -> None:
+    def check(self):
         """Ends the run if the process has ended."""
         code = self.process.exitcode
         if code is not None:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             raise SystemExit(f"the {self.name} died: {how}")
 
-    def send(self, message: object) -> None:
+    def send(self, message):
         try:
-            self.pipe.send_bytes(pickle.dumps(message))  # `pipe.send` would share tensors' memory
+            send(self.pipe, message)
         except OSError:  # SIGCHLD follows
             self.process.join()
             self.check()
 
-    def receive(self) -> tuple:
+    def receive(self):
         try:
-            return pickle.loads(self.pipe.recv_bytes())
+            return receive(self.pipe)
         except (EOFError, OSError):
             self.process.join()
             self.check()
 
-    def end(self) -> None:
+    def end(self):
         """Ends it in the middle of whatever it does, and waits until it is gone."""
         self.process.terminate()
         self.process.join(timeout=10)
@@ -555,10 +677,27 @@ class Worker:
         self.process.join()
 
 
-def work(function: Callable, pipe: Connection, *args: object) -> None:
+@contextmanager
+def supervision(workers):
+    """Workers that are in the list end with the block, and one that ends before ends the run."""
+
+    def check(number, frame):
+        for worker in workers:
+            worker.check()
+
+    try:
+        signal.signal(signal.SIGCHLD, check)
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in workers:
+            worker.end()
+
+
+def work(function, pipe, *args):
     """What the process of a Worker runs: `function`, which goes on until Worker.end."""
 
-    def die_with_parent() -> None:
+    def die_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)
 
@@ -571,69 +710,53 @@ def work(function: Callable, pipe: Connection, *args: object) -> None:
         os._exit(0)  # spares the seconds in which Python takes down what it has imported
 
 
-def collect(pipe: Connection, args: Args, slots: list[Slot], report_path: Path) -> None:
-    """What the collector does: makes a rollout in each slot whose index it gets."""
-    device = use_device(args.collector_device)
-    warmup_steps = STEADY_AFTER * args.num_envs * args.num_steps
-    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
-    envs = make_envs(args.env_id, args.num_envs, args.gamma)
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+def send(pipe, message):
+    """Copies what `pipe.send` would share: the memory of tensors."""
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def receive(pipe):
+    """Waits for a message."""
+    return pickle.loads(pipe.recv_bytes())
+
+
+def answer(pipe, args: Args, obs_dim: int, action_dim: int, run_dir: Path) -> None:
+    """What the evaluator does: gets a step, its weights and statistics, answers with the return."""
+    device = use_device(args.eval_device)
     agent = PPO(args, obs_dim, action_dim, device)
-    rollout = Rollout(args, obs_dim, action_dim, device)
-    device_envs = DeviceEnv(envs, device)
-    start_step, statistics = pickle.loads(pipe.recv_bytes())
-    if statistics is not None:
-        set_statistics(envs, statistics)
-    obs, _ = device_envs.reset(seed=args.seed + start_step)
-    global_step = start_step
-    try:
-        while True:
-            begin = time.perf_counter()
-            slot = slots[pickle.loads(pipe.recv_bytes())]
-            waited = time.perf_counter() - begin
-            truncations, episodes = [], []
-            nn.utils.vector_to_parameters(slot.weights.to(device), agent.parameters())
-            noise = slot.noise.to(device)
-            for t in range(args.num_steps):
-                with watch.stage("inference"):
-                    actions, log_probs, values = agent.act(obs, noise[t])
-                with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = device_envs.step(actions)
-
-                with watch.stage("replay"):
-                    rollout.obs[t], rollout.actions[t] = obs, actions
-                    rollout.rewards[t], rollout.ended[t] = rewards, terminated | truncated
-                    rollout.log_probs[t], rollout.values[t] = log_probs, values
-                    obs = next_obs
-                global_step += args.num_envs
-                # Where an episode ended, next_obs is already the next episode's first.
-                for i in np.flatnonzero(infos.get("_final_obs", ())):
-                    if not terminated[i]:
-                        truncations.append((t, i, infos["final_obs"][i]))
-                    episode = infos["final_info"]["episode"]
-                    episodes.append((global_step, episode["r"][i], episode["l"][i]))
-            rollout.obs[-1] = obs
-            for name, tensor in vars(rollout).items():
-                getattr(slot, name).copy_(tensor)
-            pipe.send_bytes(pickle.dumps((truncations, episodes, get_statistics(envs), waited)))
-            watch.tick(global_step - start_step)
-    finally:
-        print("the collector:", file=sys.stderr)
-        watch.report(report_path)
+    while True:
+        step, weights, statistics = receive(pipe)
+        nn.utils.vector_to_parameters(weights.to(device), agent.parameters())
+        video = run_dir / f"videos/step-{step}"
+        eval_return = evaluate(agent, args, statistics, video)
+        send(pipe, (step, eval_return))
 
 
-def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path | None) -> float:
-    """Mean return of K episodes from always the same starts, acting without noise."""
+def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path) -> float:
+    """Mean return of K episodes from always the same starts, acting without noise.
+
+    Observations are normalized by the statistics of all training environments as one.
+    """
+    if not args.capture_video:
+        video = None
     envs = make_envs(args.env_id, args.eval_episodes, video=video)
-    means, variances = statistics["obs_rms_mean"], statistics["obs_rms_var"]  # per environment
-    mean, std = means.mean(0), (variances.mean(0) + means.var(0, correction=0) + 1e-8).sqrt()
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    means = statistics["obs_rms_mean"]  # (N, O)
+    mean = means.mean(dim=0)
+    variance = means.var(dim=0, correction=0)  # between environments, and within them
+    variance += statistics["obs_rms_var"].mean(dim=0)
+    std = (variance + 1e-8).sqrt()
+    returns = np.zeros(args.eval_episodes)
+    running = np.ones(args.eval_episodes, dtype=bool)
+    unseen = args.seed + 2**31  # not the states of training
+    obs, _ = envs.reset(seed=unseen)
     for _ in range(50_000):  # an episode without end counts with its return so far
-        inputs = ((torch.as_tensor(obs) - mean) / std).clamp(-10, 10)
+        inputs = (torch.as_tensor(obs) - mean) / std
+        inputs = inputs.clamp(-10, 10)
+        inputs = inputs.to(agent.model.actor_logstd)
         with torch.no_grad():
-            actions = agent.model.actor_mean(inputs.to(agent.model.actor_logstd))
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+            actions = agent.model.actor_mean(inputs)
+        actions = actions.cpu().numpy()
+        obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
         if not running.any():
@@ -642,204 +765,279 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path 
     return float(returns.mean())
 
 
-def answer(pipe: Connection, args: Args, obs_dim: int, action_dim: int, run_dir: Path) -> None:
-    """What the evaluator does: gets a step, its weights and statistics, answers with the return."""
-    agent = PPO(args, obs_dim, action_dim, use_device(args.eval_device))
-    while True:
-        global_step, weights, statistics = pickle.loads(pipe.recv_bytes())
-        agent.model.load_state_dict(weights)
-        video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
-        eval_return = evaluate(agent, args, statistics, video)
-        pipe.send_bytes(pickle.dumps((global_step, eval_return)))
+def use_device(name: str) -> torch.device:
+    """The device of that name, as this process's current one: the others cost it no memory."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    return device
 
 
-def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
-    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
-    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
-    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
-    checkpoint["agent"] = agent.state_dict()
-    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
-    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    with path.with_suffix(".partial").open("wb") as file:
-        torch.save(checkpoint, file)
+def check_args(args: Args) -> None:
+    """Refuses devices that this machine does not have."""
+    count = torch.cuda.device_count()
+    devices = ["cpu"]
+    if count:
+        devices.append("cuda")
+    for i in range(count):
+        devices.append(f"cuda:{i}")
+    for name in ("learner_device", "collector_device", "eval_device"):
+        if getattr(args, name) not in (None, *devices):
+            flag = name.replace("_", "-")
+            raise SystemExit(f"--{flag}: this machine has {', '.join(devices)}")
+
+
+# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
+MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
+
+
+class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        self.mode = mode
+        self.on_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.warmup_steps = warmup_steps
+        self.trace_after = trace_after
+        self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
+        self.warmup_seconds = self.profiler = self.result = None
+        self.born = perf_counter()
+        self.env_steps = 0
+        self.begin_window()
+
+    def begin_window(self):  # at construction and after the warm-up
+        self.seconds = Counter()
+        self.open = ["untracked"]
+        self.ranges = []  # of the profiler, one per open stage
+        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
+        self.sampled = False
+        self.nvml = []
+        self.first_step = self.env_steps
+        self.iterations = 0
+        self.start = self.since = perf_counter()
+
+    def charge(self):  # the time since the last call belongs to the innermost open stage
+        now = perf_counter()
+        self.seconds[self.open[-1]] += now - self.since
+        self.since = now
+        if self.sampled:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.sample.append((self.open[-1], event))
+
+    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
+        if self.mode == "off" and name != "evaluation":
+            return nullcontext()
+        self.charge()
+        self.open.append(name)
+        if self.profiler:
+            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
+        return self
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        if self.ranges:
+            self.ranges.pop().__exit__(*error)
+        self.charge()
+        self.open.pop()
+
+    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
+        self.charge()
+        if self.sampled:
+            self.samples.append(self.sample)
+        self.env_steps = env_steps
+        self.iterations += 1
+        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure(env_steps)["seconds"]
+            self.begin_window()
+        elif self.profiler:
+            self.profiler.step()
+        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
+            self.result = self.measure(env_steps)
+            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        if self.sampled:
+            self.sample = []
+            self.charge()
+            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
+
+    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+        self.synchronize()  # what is still queued belongs to it
+        self.charge()
+        steps = env_steps - self.first_step
+        seconds = self.since - self.start - self.seconds["evaluation"]
+        return {
+            "sps": env_steps / (self.since - self.born),
+            "sps_steady": self.warmup_seconds and steps / seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "env_steps": steps,
+            "iterations": self.iterations,
+            "seconds": seconds,
+            "stages": dict(self.seconds),
+        }
+
+    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+        report = self.result or self.measure(self.env_steps)
+        report["wall_seconds"] = perf_counter() - self.born
+        report["nvml_percent"] = self.nvml
+        report["gpu_stages"] = Counter()
+        for sample in self.samples:
+            for (_, first), (name, last) in pairwise(sample):
+                share = report["iterations"] / len(self.samples)  # of all that were not sampled
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+        with replacing(path) as file:
+            file.write(json.dumps(report, indent=2).encode())
+        for name, seconds in report["stages"].items():
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
+        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
+        return report
+
+
+class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
+    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
+        self.args = args
+        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
+        self.steps_per_iteration = steps_per_iteration
+        self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
+        if self.step >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        self.stage = self.watch.stage
+        self.episodic_return = math.nan
+
+    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
+        agent.load_state_dict(self.checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        cpu_state, *gpu_states = self.checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
+
+    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
+        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
+        checkpoint["made_by"] = Path(__file__).name
+        checkpoint["args"] = vars(self.args)
+        checkpoint["global_step"] = self.step
+        checkpoint["agent"] = agent.state_dict()
+        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        with replacing(self.dir / "checkpoint.pt") as file:
+            torch.save(checkpoint, file)
+
+    def __enter__(self):  # makes the run directory and opens its records
+        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, signal.default_int_handler)
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
+        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {
+            "args": vars(args),
+            "command": " ".join(sys.argv),
+            "versions": {"torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+        }
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
+        if args.track:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.dir.name,
+                resume="allow",
+                config=config,
+                sync_tensorboard=True,
+            )
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
+
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run
+        self.writer.close()
+        self.bar.close()
+        self.watch.report(self.dir / f"stages{self.suffix}")
+        if kind is KeyboardInterrupt:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
+
+    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
+        if self.step >= self.total_steps:
+            return at_end or every > 0
+        return every > 0 and self.step % every < self.steps_per_iteration
+
+    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
+        row = {}
+        with self.stage("backpropagation"):  # whose work the first of these reads waits for
+            for tag, value in metrics.items():
+                row[tag] = float(value)
+                if not math.isfinite(row[tag]):
+                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
+        with self.stage("logging"):
+            speed = self.watch.measure(self.step - self.start_step)
+            row["charts/SPS"] = speed["sps"]
+            if speed["sps_steady"]:
+                row["charts/SPS_steady"] = speed["sps_steady"]
+                row["charts/warmup_seconds"] = speed["warmup_seconds"]
+            self.write(row)
+            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+
+    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
+        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+
+    def tick(self):  # ends an iteration, outside of every stage
+        self.watch.tick(self.step - self.start_step)
+
+
+def parse_args(kind):  # with --resume, flags that are not given stay as they were
+    args = tyro.cli(kind)
+    if args.resume:
+        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
+    return args
+
+
+def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
+    path = Path(args.resume, "checkpoint.pt")
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True)
+        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+    except Exception:
+        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    return found
+
+
+@contextmanager
+def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    path.with_suffix(".partial").replace(path)
+    partial.replace(path)
 
 
-def load(path: Path) -> dict:
-    """What `save` has written, its tensors on the CPU."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-    if checkpoint.get("script") != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
-        raise SystemExit(f"--resume: {path.parent} has no checkpoint of this version of {SCRIPT}")
-    return checkpoint
-
-
-def main(args: Args) -> Path:
-    """Trains and returns the run directory."""
-    check_args(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-            signal.signal(number, signal.default_int_handler)
-    checkpoint = load(Path(args.resume, "checkpoint.pt")) if args.resume else None
-    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
-    batch_size = args.num_envs * args.num_steps
-    total_timesteps = args.total_timesteps // batch_size * batch_size
-    if start_step >= total_timesteps:
-        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
-    num_rollouts = math.ceil((total_timesteps - start_step) / batch_size)
-    default_device = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
-    device = use_device(args.learner_device or default_device)
-    max_staleness = 0 if args.sync else args.max_staleness
-    if max_staleness > 0:  # one core is the collector's
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    warmup_steps = STEADY_AFTER * batch_size
-    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-
-    envs = make_envs(args.env_id, 1)  # for their spaces: those to act in are the collector's
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-    agent = PPO(args, obs_dim, action_dim, device)
-    rollout, episodic_return = Rollout(args, obs_dim, action_dim, device), math.nan
-    slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
-    statistics, handed_out, unanswered = None, 0, 0  # rollouts handed out, evaluations unanswered
-
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
-        statistics = checkpoint["statistics"]
-        torch.set_rng_state(checkpoint["generators"][0])
-        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
-        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
-
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
-    config = {"args": asdict(args), "command": " ".join(sys.argv)}
-    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
-    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
-    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
-    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
-
-    def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
-        last = global_step >= total_timesteps
-        return every > 0 and (last or global_step % every < batch_size)
-
-    workers = []
-    signal.signal(signal.SIGCHLD, lambda *_: [worker.check() for worker in workers])
-    try:
-        collector = Worker("collector", collect, args, slots, run_dir / f"stages_collector{suffix}")
-        workers.append(collector)
-        collector.send((start_step, statistics))
-        if args.eval_every or args.capture_video:
-            evaluator = Worker("evaluator", answer, args, obs_dim, action_dim, run_dir)
-            workers.append(evaluator)
-        while global_step < total_timesteps:
-            share_done = global_step / total_timesteps if args.anneal_lr else 0
-            learning_rate = args.learning_rate * (1 - share_done)
-            agent.optimizer.param_groups[0]["lr"] = learning_rate
-
-            # 1. Let the collector go on with these weights, and get the rollout that is due.
-            version = (global_step - start_step) // batch_size  # updates so far
-            with watch.stage("replay"):
-                while handed_out < min(version + len(slots), num_rollouts):
-                    slot = slots[handed_out % len(slots)]
-                    slot.version.fill_(version)
-                    slot.weights.copy_(nn.utils.parameters_to_vector(agent.parameters()).detach())
-                    slot.noise.normal_()
-                    collector.send(handed_out % len(slots))
-                    handed_out += 1
-            begin = time.perf_counter()
-            truncations, episodes, statistics, collector_waited = collector.receive()
-            waited = time.perf_counter() - begin
-            global_step += batch_size
-
-            # 2. Learn from it in several epochs.
-            with watch.stage("backpropagation"):
-                slot = slots[version % len(slots)]
-                slot.final_values.zero_()
-                for t, i, final_obs in truncations:
-                    slot.final_values[t, i] = agent.value(torch.as_tensor(final_obs).to(device))
-                for name, tensor in vars(rollout).items():
-                    tensor.copy_(getattr(slot, name), non_blocking=True)
-                if not math.isfinite(slot.obs.sum() + slot.rewards.sum()):
-                    steps = f"steps {global_step - batch_size:,} to {global_step:,}"
-                    raise SystemExit(f"{steps}: observation or reward is not finite")
-                staleness = version - slot.version.item()
-                batch = agent.prepare(rollout, stale=staleness > 0)
-                metrics = []
-                for _ in range(args.update_epochs):
-                    metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
-                    if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
-                        break
-                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
-                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
-                *losses, explained = torch.stack([*losses, explained]).tolist()  # waits once
-
-            # 3. Log.
-            with watch.stage("logging"):
-                if not np.isfinite(losses).all():
-                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
-                for step, episodic_return, length in episodes:
-                    writer.add_scalar("charts/episodic_return", episodic_return, step)
-                    writer.add_scalar("charts/episodic_length", length, step)
-                sps, steady_sps = watch.speed(global_step - start_step)
-                writer.add_scalar("charts/SPS", sps, global_step)
-                if steady_sps:
-                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
-                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                writer.add_scalar("charts/staleness", staleness, global_step)
-                writer.add_scalar("charts/learner_waits_seconds", waited, global_step)
-                writer.add_scalar("charts/collector_waits_seconds", collector_waited, global_step)
-                writer.add_scalar("losses/explained_variance", explained, global_step)
-                for tag, value in zip(METRICS, losses, strict=True):
-                    writer.add_scalar(f"losses/{tag}", value, global_step)
-                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
-                bar.update(global_step - bar.n)
-
-            # 4. Save and evaluate, now and then and at the end.
-            last = global_step >= total_timesteps
-            if due(args.checkpoint_every) or args.save_model and last:
-                with watch.stage("checkpoint"):
-                    save(run_dir / "checkpoint.pt", agent, global_step, statistics=statistics)
-            with watch.stage("evaluation"):
-                if due(args.eval_every) or args.capture_video and last:
-                    weights = {name: x.cpu() for name, x in agent.model.state_dict().items()}
-                    evaluator.send((global_step, weights, statistics))
-                    unanswered += 1
-                while unanswered and (last or evaluator.pipe.poll()):
-                    step, eval_return = evaluator.receive()
-                    unanswered -= 1
-                    writer.add_scalar("charts/eval_return", eval_return, step)
-                    bar.write(f"evaluation at {step:,}: {eval_return:,.1f}", file=sys.stderr)
-            watch.tick(global_step - start_step)
-    except KeyboardInterrupt:
-        raise SystemExit(f"interrupted after {global_step:,} steps") from None
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        bar.close()
-        for worker in workers:
-            worker.end()
-        writer.close()
-        watch.report(run_dir / f"stages{suffix}")
-    return run_dir
+# <<< run <<<
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if args.resume:  # flags that are not given stay as they were
-        args = tyro.cli(Args, default=Args(**load(Path(args.resume, "checkpoint.pt"))["args"]))
-    main(args)
+    main(parse_args(Args))

@@ -2,11 +2,13 @@
 
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs
 
-The algorithm is that of its twin, ppo_continuous_action.py, which says more; hunks that differ
-start with `# speed:`, the rest is the same to the letter. The first rollouts pay for compilation.
+The algorithm is that of its twin, ppo_continuous_action.py, which says where it comes from and what
+the shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest is the
+same to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes on. The
+first rollouts pay for compilation.
 """
 
-# speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
+# speed: CudaGraphModule captures a function as a CUDA graph
 import json
 import math
 import os
@@ -14,11 +16,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from types import FunctionType, MethodType
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -66,275 +70,179 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
     target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
-
     # speed: each works alone, together and not at all
     compile: bool = False  # compile the update with torch.compile
     cudagraphs: bool = False  # replay the preparation of a rollout and an epoch as CUDA graphs
 
 
-# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import json  # noqa: E402, F811
-import sys  # noqa: E402, F811
-from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from time import perf_counter  # noqa: E402, F811
-
-import torch  # noqa: E402, F811
-
-
-class Stage:
-    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
-
-    def __init__(self, watch):
-        self.watch, self.seconds, self.count = watch, 0.0, 0
-
-    def __enter__(self):
-        watch, now = self.watch, perf_counter()
-        watch.open[-1].seconds += now - watch.since
-        watch.since = now
-        watch.open.append(self)
-
-    def __exit__(self, kind, value, traceback):
-        watch, now = self.watch, perf_counter()
-        watch.open.pop().seconds += now - watch.since
-        watch.since = now
-        self.count += 1
-
-
-class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
-
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
-        self._begin_window()
-        self.course = self._course(warmup_steps, trace_after, trace_iterations)
-
-    def tick(self, env_steps):
-        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
-        with self.untracked:  # an entry is an iteration
-            self.env_steps = env_steps
-        next(self.course, None)
-
-    def speed(self, env_steps):
-        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
-        now = perf_counter()
-        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
-        return env_steps / (now - self.born), self.warmup_seconds and steady
-
-    def report(self, path):
-        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
-        self.course.close()  # gives up a trace that is not complete
-        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
-        report["wall_seconds"] = perf_counter() - self.born
-        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        path.write_text(json.dumps(report, indent=2))
-        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
-        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
-        for name, stage in report["stages"].items():
-            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
-            gpu = "" if span is None else f"{span / steps:14,.1f}"
-            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
-        numbers = (report | report["gpu"]).items()
-        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
-        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
-        if trace:  # last, because it takes seconds, in which Ctrl-C may come
-            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
-        return report
-
-    def _course(self, warmup_steps, trace_after, trace_iterations):
-        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
-        while self.env_steps < warmup_steps:
-            yield
-        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
-        self._begin_window()
-        while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
-            self.stage = self._between_events if sampled else self.contexts.__getitem__
-            yield
-            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
-                self.asked = perf_counter()
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
-        self.result, self.stage = self._end_window(), self.contexts.__getitem__
-        with torch.profiler.profile() as self.profiler:
-            yield  # an iteration that pays for the profiler's buffers
-            first_step, self.stage = self.env_steps, self._annotated
-            with torch.profiler.record_function("stopwatch:untracked"):
-                for _ in range(trace_iterations):
-                    yield
-                self.synchronize()
-        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
-
-    def _begin_window(self):
-        """Counts anew: at construction and at the end of the warm-up."""
-        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
-        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
-        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
-        self.contexts, self.open = dict(self.stages), [self.untracked]
-        if self.mode == "off":  # but for the evaluation, which is never part of a window
-            self.contexts |= dict.fromkeys(names, nullcontext())
-        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
-        self.first_step, self.spans, self.nvml = self.env_steps, [], []
-        self.synchronize()
-        self.start = self.since = self.asked = perf_counter()
-
-    def _end_window(self):
-        """What the steady window or, if the warm-up did not end, the whole run has to say."""
-        self.synchronize()  # GPU work still queued belongs to the window
-        steady, stages = self.speed(self.env_steps)[1], {}
-        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
-        window["iterations"] = self.untracked.count
-        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
-        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
-        for name, stage in self.stages.items() if self.mode != "off" else ():
-            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
-            span = sum(spans) / len(spans) * stage.count if spans else None
-            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
-        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
-        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
-        return run | {"window": window, "stages": stages, "gpu": gpu}
-
-    @contextmanager
-    def _between_events(self, name):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        with self.contexts[name]:
-            yield
-        last.record()
-        self.spans.append((name, first, last))
-
-    @contextmanager
-    def _annotated(self, name):
-        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
-            yield
-
-
-# <<< stopwatch <<<
-
-
-SCRIPT = Path(__file__).name
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-KL = METRICS.index("approx_kl")
-STATISTICS = [(rms, x) for rms in ("obs_rms", "return_rms") for x in ("mean", "var", "count")]
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
-def check_args(args: Args) -> None:
-    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
-    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
-    may_be_zero += ("ent_coef", "vf_coef")
-    for name, x in asdict(args).items():
-        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
-            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
-    rollout = args.num_envs * args.num_steps
-    if args.total_timesteps < rollout:
-        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
-    if rollout % args.num_minibatches or rollout == args.num_minibatches:
-        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
-    # speed: no graphs without CUDA: a contradiction is refused, a missing device only mentioned
-    if args.cudagraphs and not args.cuda:
-        raise SystemExit("--cudagraphs: contradicts --no-cuda")
-    if args.cudagraphs and not torch.cuda.is_available():
-        print("--cudagraphs: no CUDA device, it has no effect", file=sys.stderr)
+# Environment
 
 
-# speed: normalizes all environments at once, and spares copies and infos that nobody reads
+# speed: clips and normalizes for all environments at once, and spares copies and infos that nobody
+# reads
 class NormalizedVectorEnv(gym.vector.VectorEnv):
     """N environments that reset in the step that ends an episode; infos are about its end."""
 
     def __init__(self, envs: list[gym.Env], gamma: float):
-        self.envs, self.num_envs, self.gamma = envs, len(envs), gamma
+        self.envs = envs
+        self.num_envs = len(envs)
+        self.gamma = gamma
         self.single_observation_space = envs[0].observation_space
         self.single_action_space = envs[0].action_space
-        # observations and, last, the discounted reward: (N, O + 1); their means, variances, counts
-        self.x = np.zeros((len(envs), envs[0].observation_space.shape[0] + 1))
-        self.rms = np.zeros_like(self.x), np.ones_like(self.x), np.full_like(self.x, 1e-4)
-        views = *(rms[:, :-1] for rms in self.rms), *(rms[:, -1] for rms in self.rms)
-        self.statistics = {f"{x}_{y}": z for (x, y), z in zip(STATISTICS, views, strict=True)}
-        self.statistics["discounted_reward"] = self.x[:, -1]
+        self.low = envs[0].action_space.low
+        self.high = envs[0].action_space.high
+        (obs_dim,) = envs[0].observation_space.shape
+        shape = len(envs), obs_dim + 1
+        self.x = np.zeros(shape)  # observations and, last, the discounted sum of rewards
+        self.mean = np.zeros(shape)
+        self.var = np.ones(shape)
+        self.count = np.full(shape, 1e-4)
 
-    def center(self, x: np.ndarray, rms: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Takes x into means, variances, counts, each (...) -> x - means, deviations (...)."""
-        mean, var, count = rms
+    def center(self, x: np.ndarray, where: object) -> tuple:
+        """Takes x into the statistics of these columns -> x - means, standard deviations."""
+        mean = self.mean[where]
+        var = self.var[where]
+        count = self.count[where]
         count += 1
         delta = x - mean
         mean += delta / count
         centered = x - mean
         var += (delta * centered - var) / count
-        return centered, np.sqrt(var + 1e-8)
+        std = np.sqrt(var + 1e-8)
+        return centered, std
 
     def start(self, i: int, seed: int | None = None) -> np.ndarray:
         """Begins an episode of environment i -> its first observation, normalized (O,)."""
-        x, std = self.center(self.envs[i].reset(seed=seed)[0], [rms[i, :-1] for rms in self.rms])
-        return (x / std).clip(-10, 10)
+        obs, _ = self.envs[i].reset(seed=seed)
+        its_obs = i, slice(-1)
+        centered, std = self.center(obs, its_obs)
+        normalized = centered / std
+        return normalized.clip(-10, 10)
 
-    def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        return np.float32([self.start(i, seed + i) for i in range(self.num_envs)]), {}
+    def reset(self, seed: int) -> tuple:
+        obs = []
+        for i in range(self.num_envs):
+            obs.append(self.start(i, seed + i))
+        return np.float32(obs), {}
 
     def step(self, actions: np.ndarray) -> tuple:
-        rewards, terminated = np.zeros(self.num_envs), np.zeros(self.num_envs, dtype=bool)
-        truncated, infos, ended = np.zeros_like(terminated), {}, {}
+        rewards = np.zeros(self.num_envs)
+        terminated = np.zeros(self.num_envs, dtype=bool)
+        truncated = np.zeros(self.num_envs, dtype=bool)
+        discounted = self.x[:, -1]
+        infos = {}
+        returns = {}
+        lengths = {}
+        actions = np.maximum(actions, self.low)  # clip takes longer
+        actions = np.minimum(actions, self.high)
         for i, env in enumerate(self.envs):
-            self.x[i, :-1], rewards[i], terminated[i], truncated[i], info = env.step(actions[i])
-            self.x[i, -1] = self.gamma * self.x[i, -1] * (not terminated[i]) + rewards[i]
+            obs, reward, terminated[i], truncated[i], info = env.step(actions[i])
+            if terminated[i]:
+                discounted[i] = 0
+            discounted[i] = self.gamma * discounted[i] + reward
+            rewards[i] = reward
+            self.x[i, :-1] = obs
             if terminated[i] or truncated[i]:
-                ended[i] = info["episode"]
-        x, std = self.center(self.x, self.rms)
+                episode = info["episode"]
+                returns[i] = episode["r"]
+                lengths[i] = episode["l"]
+        x, std = self.center(self.x, ...)
         x[:, -1] = rewards  # divided by the deviation of their discounted sum
-        x = np.float32(np.minimum(np.maximum(x / std, -10), 10))  # clip takes longer
-        obs, rewards = x[:, :-1], x[:, -1]
-        if ended:
-            episode = {key: {i: ended[i][key] for i in ended} for key in ("r", "l")}
-            infos = {"final_obs": obs.copy(), "final_info": {"episode": episode}}
-            obs[list(ended)] = [self.start(i) for i in ended]
+        x = np.maximum(x / std, -10)
+        x = np.minimum(x, 10)
+        x = x.astype(np.float32)
+        obs = x[:, :-1]
+        rewards = x[:, -1]
+        if returns:
+            infos["final_obs"] = obs.copy()
+            episode = {"r": returns, "l": lengths}
+            infos["final_info"] = {"episode": episode}
+            for i in returns:
+                obs[i] = self.start(i)
         return obs, rewards, terminated, truncated, infos
 
 
 def make_envs(
     env_id: str, num_envs: int, gamma: float | None = None, video: Path | None = None
 ) -> gym.vector.VectorEnv:
-    """N environments that reset in the step that ends an episode; `video` films the first one."""
+    """N environments that reset in the step that ends an episode; `video` films the first one.
 
-    def make_env(index: int) -> gym.Env:
-        films = video is not None and index == 0
-        env = gym.make(env_id, render_mode="rgb_array") if films else gym.make(env_id)
-        if not isinstance(env.action_space, Box) or len(env.observation_space.shape or ()) != 1:
-            raise SystemExit("--env-id: PPO needs flat observations and continuous actions")
-        if films:
-            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-        env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(env))
-        # speed: the class above normalizes
+    With a gamma, for training, each normalizes observations and rewards by its own statistics.
+    """
+
+    def wrap(env: gym.Env) -> gym.Env:
+        actions = env.action_space
+        flat_obs = len(env.observation_space.shape or ()) == 1
+        if not (flat_obs and isinstance(actions, Box) and len(actions.shape) == 1):
+            raise SystemExit("--env-id: needs flat observations and flat continuous actions")
+        env = gym.wrappers.RecordEpisodeStatistics(env)
+        # speed: in training, the class above clips and normalizes
+        if gamma is None:
+            env = gym.wrappers.ClipAction(env)
         return env
 
-    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
+    def make_env() -> gym.Env:
+        return wrap(gym.make(env_id))
+
+    def make_filmed_env() -> gym.Env:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        return wrap(env)
+
+    makers = [make_env] * num_envs
+    if video is not None:
+        makers[0] = make_filmed_env
     # speed: for training
     if gamma is not None:
-        return NormalizedVectorEnv([make() for make in makers], gamma)
-    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+        envs = [make() for make in makers]
+        return NormalizedVectorEnv(envs, gamma)
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
 
 
 def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
     """What normalization has learned, a row per environment: for checkpoints and evaluation."""
+    statistics = {}
     # speed: the arrays of all environments
-    return {name: torch.tensor(rows) for name, rows in envs.statistics.items()}
+    for name in ("mean", "var", "count"):
+        rows = torch.tensor(getattr(envs, name))
+        statistics[f"obs_rms_{name}"] = rows[:, :-1]
+        statistics[f"return_rms_{name}"] = rows[:, -1]
+    return statistics
 
 
 def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
     """Puts back what `get_statistics` has returned."""
     # speed: into the arrays of all environments
-    for name, rows in envs.statistics.items():
-        rows[:] = statistics[name]
+    for name in ("mean", "var", "count"):
+        rows = getattr(envs, name)
+        rows[:, :-1] = statistics[f"obs_rms_{name}"]
+        rows[:, -1] = statistics[f"return_rms_{name}"]
+
+
+# Networks
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two hidden layers of 64; weights are orthogonal at first, `gain` scales the last layer's."""
-    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
-    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+    first = nn.Linear(inputs, 64)
+    second = nn.Linear(64, 64)
+    last = nn.Linear(64, outputs)
+    layers = first, second, last
+    gains = math.sqrt(2), math.sqrt(2), gain
+    for layer, scale in zip(layers, gains, strict=True):
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    return nn.Sequential(
+        first,
+        nn.Tanh(),
+        second,
+        nn.Tanh(),
+        last,
+    )
 
 
 class ActorCritic(nn.Module):
@@ -348,7 +256,12 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
-        return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
+        mean = self.actor_mean(obs)
+        values = self.critic(obs).squeeze(-1)
+        return mean, self.actor_logstd, values
+
+
+# Storage
 
 
 class Batch(NamedTuple):
@@ -363,22 +276,31 @@ class Batch(NamedTuple):
 
 
 class Rollout:
-    """T steps of N environments on `device`: (T, N, O), (T, N, A) and otherwise (T, N)."""
+    """T steps of N environments on `device`.
+
+    `ended` is 1 where an episode ended; there, `final_values` has the value of its last
+    observation, 0 if it terminated.
+    """
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
-        # speed: filled by NumPy, without PyTorch's dispatch, and copied to the device at once
-        shape, pinned = (args.num_steps, args.num_envs), device.type == "cuda"
-        shapes = (shape[0] + 1, shape[1], obs_dim), (*shape, action_dim), shape, shape, shape
-        self.host = [torch.zeros(shape, pin_memory=pinned) for shape in shapes]
-        self.tensors = [tensor.to(device) for tensor in self.host]  # on a CPU the same
-        arrays = [tensor.numpy() for tensor in self.host]  # the last two as in the baseline
-        self.obs, self.actions, self.rewards, self.ended, self.final_values = arrays
+        shape = args.num_steps, args.num_envs
+        # speed: NumPy stores a step without PyTorch's dispatch; `main` copies all to the device
+        obs_shape = args.num_steps + 1, args.num_envs, obs_dim  # with what follows the last step
+        self.obs = torch.zeros(obs_shape).numpy()
+        self.actions = torch.zeros(*shape, action_dim).numpy()
+        self.rewards = torch.zeros(shape).numpy()
+        self.ended = torch.zeros(shape).numpy()
+        self.final_values = torch.zeros(shape).numpy()
+
+
+# Losses
 
 
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
     z = (actions - mean) * (-log_std).exp()
-    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+    log_probs = -0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)
+    return log_probs.sum(dim=-1)
 
 
 def compute_gae(
@@ -389,14 +311,18 @@ def compute_gae(
     All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
     termination, that of the final observation after a truncation. `ended` is 1 after either.
     """
-    # speed: log2(T) vector operations instead of T: each doubles how far every sum has got
+    # speed: log2(T) vector operations instead of T
     advantages = rewards + gamma * next_values - values
-    weights, distance = gamma * lam * (1 - ended), 1
+    weights = gamma * lam * (1 - ended)
+    # speed: each pass doubles how far every sum has got
+    distance = 1
     while distance < len(advantages):
-        begin, end = advantages[:-distance], advantages[-distance:]
+        begin = advantages[:-distance]
+        end = advantages[-distance:]
         more = weights[: len(begin)] * advantages[distance:]
         advantages = torch.cat([begin + more, end])
-        weights, distance = weights[:-distance] * weights[distance:], 2 * distance
+        weights = weights[:-distance] * weights[distance:]
+        distance *= 2
     return advantages
 
 
@@ -404,34 +330,47 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
-    return -torch.min(advantages * ratios, advantages * clipped).mean()
+    objectives = torch.min(advantages * ratios, advantages * clipped)
+    return -objectives.mean()
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
     errors = (values - batch.returns).square()
     if clip_coef is not None:
-        clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - batch.returns).square())
+        change = (values - batch.values).clamp(-clip_coef, clip_coef)
+        clipped_errors = (batch.values + change - batch.returns).square()
+        errors = torch.max(errors, clipped_errors)
     return 0.5 * errors.mean()
 
 
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
-    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}."""
     mean, log_std, values = model(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    of_value = value_loss(values, batch, args.clip_coef if args.clip_vloss else None)
+    value_clip = args.clip_coef if args.clip_vloss else None
+    of_value = value_loss(values, batch, value_clip)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()
-        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
-        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
-        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+        clipped = (ratios - 1).abs() > args.clip_coef
+        metrics = {
+            "losses/policy_loss": of_policy.detach(),
+            "losses/value_loss": of_value.detach(),
+            "losses/entropy": entropy.detach(),
+            "losses/old_approx_kl": -log_ratios.mean(),
+            "losses/approx_kl": (ratios - 1 - log_ratios).mean(),  # joschu.net/blog/kl-approx.html
+            "losses/clipfrac": clipped.float().mean(),
+        }
+    return loss, metrics
+
+
+# Agent
 
 
 # speed: torch.compile cannot trace torch.optim.Adam; with this one a whole update is one compiled
@@ -439,27 +378,32 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tens
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, betas=(0.9, 0.999), eps=1e-8):
-        self.parameters, self.betas, self.eps = list(parameters), betas, eps
+    def __init__(self, parameters, lr, eps=1e-8):
+        self.parameters = list(parameters)
+        self.betas = (0.9, 0.999)
+        self.eps = eps
         self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
-        self.beta_powers = [torch.ones((), device=self.parameters[0].device) for _ in betas]
-        self.lr = torch.tensor(lr, device=self.parameters[0].device)
+        device = self.parameters[0].device
+        self.beta_powers = [torch.ones((), device=device) for _ in self.betas]
+        self.lr = torch.tensor(lr, device=device)
 
-    def state_dict(self) -> dict:
-        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
+    def state_dict(self):
+        tensors = [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]
+        return {"state": tensors}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state):
         torch._foreach_copy_(self.state_dict()["state"], state["state"])
 
-    def step(self, gradients: Sequence[Tensor]) -> None:
+    def step(self, gradients):
         """Updates the parameters in place; `gradients` in their order and shapes."""
+        beta1, beta2 = self.betas
         with torch.no_grad():
-            beta1_power = self.beta_powers[0].mul_(self.betas[0])
-            beta2_power = self.beta_powers[1].mul_(self.betas[1])
-            torch._foreach_lerp_(self.exp_avgs, gradients, 1 - self.betas[0])
-            torch._foreach_mul_(self.exp_avg_sqs, self.betas[1])
-            torch._foreach_addcmul_(self.exp_avg_sqs, gradients, gradients, 1 - self.betas[1])
+            beta1_power = self.beta_powers[0].mul_(beta1)
+            beta2_power = self.beta_powers[1].mul_(beta2)
+            torch._foreach_lerp_(self.exp_avgs, gradients, 1 - beta1)
+            torch._foreach_mul_(self.exp_avg_sqs, beta2)
+            torch._foreach_addcmul_(self.exp_avg_sqs, gradients, gradients, 1 - beta2)
             denominators = torch._foreach_sqrt(self.exp_avg_sqs)
             torch._foreach_mul_(denominators, (1 - beta2_power).rsqrt())
             torch._foreach_add_(denominators, self.eps)
@@ -469,102 +413,310 @@ class Adam:
 
 
 # speed: for a few rows PyTorch's dispatch costs more than the arithmetic
-def forward(layers: list[np.ndarray], x: np.ndarray) -> np.ndarray:
-    """A network of the model in NumPy: x (..., O) -> what its last layer puts out (..., .)."""
-    weight1, bias1, weight2, bias2, weight3, bias3 = layers
-    x = np.tanh(np.tanh(x @ weight1 + bias1) @ weight2 + bias2)
-    return x @ weight3 + bias3
+class NumPyMLP:
+    """A network that `mlp` has made; on a CPU the arrays are the parameters, not copies."""
+
+    def __init__(self, network: nn.Sequential):
+        self.arrays = []
+        for parameter in network.parameters():
+            array = parameter.detach().cpu().numpy()
+            self.arrays.append(array.T)
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """x (..., inputs) -> (..., outputs)."""
+        weight1, bias1, weight2, bias2, weight3, bias3 = self.arrays
+        x = np.tanh(x @ weight1 + bias1)
+        x = np.tanh(x @ weight2 + bias2)
+        return x @ weight3 + bias3
 
 
 class PPO(nn.Module):
-    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+    """Network, optimizer and gradient steps, which return what is logged: {name: tensor ()}."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
         super().__init__()
         self.args = args
         self.model = ActorCritic(obs_dim, action_dim).to(device)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
-        self.shapes = {name: x.shape for name, x in self.model.named_parameters()}
-        self.flat = nn.utils.parameters_to_vector(self.parameters()).detach()
+        flat = nn.utils.parameters_to_vector(self.parameters())
+        self.flat = flat.detach()
         nn.utils.vector_to_parameters(self.flat, self.parameters())
+        self.shapes = {}
+        for name, parameter in self.model.named_parameters():
+            self.shapes[name] = parameter.shape
         self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
-    # speed: acting leaves out all but the actions, and PyTorch
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters in a vector by name, as a call of the model can take them."""
-        parts = flat.split([shape.numel() for shape in self.shapes.values()])
-        return {n: x.view(self.shapes[n]) for n, x in zip(self.shapes, parts, strict=True)}
-
-    def publish(self, *more: Tensor) -> list[float]:
-        """Brings the parameters to where acting reads them in NumPy -> `more`, by the same copy."""
-        copy = torch.cat([self.flat, *more]).cpu()
-        log_std, *layers = (x.numpy().T for x in self.views(copy[: len(self.flat)]).values())
-        self.std, self.critic_layers, self.actor_layers = np.exp(log_std), layers[:6], layers[6:]
-        return copy[len(self.flat) :].tolist()
+    # speed: acting computes the actions alone, and without PyTorch
+    def publish(self) -> None:
+        """Brings the parameters to where acting reads them."""
+        log_std = self.model.actor_logstd.detach().cpu()
+        log_std = log_std.numpy()
+        self.std = np.exp(log_std)
+        self.numpy_actor = NumPyMLP(self.model.actor_mean)
+        self.numpy_critic = NumPyMLP(self.model.critic)
 
     def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """obs (N, O), normal noise (N, A) -> actions (N, A)."""
-        return forward(self.actor_layers, obs) + self.std * noise
+        mean = self.numpy_actor(obs)
+        return mean + self.std * noise
 
-    def prepare(self, rollout: Rollout) -> Batch:
+    def value(self, obs: np.ndarray) -> np.ndarray:
+        """obs (..., O) -> values (...)."""
+        values = self.numpy_critic(obs)
+        return values.squeeze(-1)
+
+    # speed: a graph copies to where it reads what it is given as tensors, here by name
+    def prepare(self, tensors: dict[str, Tensor]) -> Batch:
         """A rollout -> B = T N steps to learn from."""
         with torch.no_grad():
             # speed: the policy is still that which acted, so one call computes what it left out
-            obs, actions, rewards, ended, final_values = rollout.tensors
-            mean, log_std, all_values = self.model(obs)
-            log_probs = gaussian_log_prob(actions, mean[:-1], log_std)
-            obs, values, following = obs[:-1], all_values[:-1], all_values[1:]
-            following = torch.where(ended.bool(), final_values, following)
-            discounts = self.args.gamma, self.args.gae_lambda
-            advantages = compute_gae(rewards, values, following, ended, *discounts)
-            columns = obs, actions, log_probs, values, advantages, advantages + values
-            return Batch(*(column.flatten(0, 1) for column in columns))
+            rollout = SimpleNamespace(**tensors)
+            mean, log_std, values = self.model(rollout.obs)
+            rollout.obs = rollout.obs[:-1]
+            rollout.values = values[:-1]
+            rollout.log_probs = gaussian_log_prob(rollout.actions, mean[:-1], log_std)
+            following = values[1:]
+            following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+            advantages = compute_gae(
+                rollout.rewards,
+                rollout.values,
+                following,
+                rollout.ended,
+                self.args.gamma,
+                self.args.gae_lambda,
+            )
+            batch = Batch(
+                obs=rollout.obs,
+                actions=rollout.actions,
+                log_probs=rollout.log_probs,
+                values=rollout.values,
+                advantages=advantages,
+                returns=advantages + rollout.values,
+            )
+            return Batch._make(column.flatten(0, 1) for column in batch)
 
-    def update(self, batch: Batch, index: Tensor) -> Tensor:
-        """One gradient step on the steps of `batch` in index -> METRICS (6,)."""
-        minibatch = Batch(*(column[index] for column in batch))
+    def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
+        """One gradient step on the steps of `batch` in index."""
+        minibatch = Batch._make(column[index] for column in batch)
         # speed: a pure function of the vector, nothing is hidden from the compiler
         flat = self.flat.detach().requires_grad_()
-        model = partial(torch.func.functional_call, self.model, self.views(flat))
-        loss, metrics = ppo_loss(lambda obs: model((obs,)), minibatch, self.args)
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = flat.split(sizes)
+        parameters = {}
+        for name, part in zip(self.shapes, parts, strict=True):
+            parameters[name] = part.view(self.shapes[name])
+
+        def model(obs):
+            return torch.func.functional_call(self.model, parameters, (obs,))
+
+        loss, metrics = ppo_loss(model, minibatch, self.args)
         (gradient,) = torch.autograd.grad(loss, flat)
-        scale = (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1)
-        self.optimizer.step([gradient * scale])
+        norm = gradient.norm()
+        scale = self.args.max_grad_norm / (norm + 1e-6)
+        gradient = gradient * scale.clamp(max=1)
+        self.optimizer.step([gradient])
         return metrics
 
-    def learn(self, batch: Batch, order: Tensor) -> Tensor:
-        """An epoch of minibatches in the order of a permutation (B,) -> METRICS of each (M, 6)."""
+    def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
+        """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
-        return torch.stack([self.update(batch, index) for index in indices])
+        rows = [self.update(batch, index) for index in indices]
+        metrics = {}
+        for name in rows[0]:
+            metrics[name] = torch.stack([row[name] for row in rows])
+        return metrics
 
 
 # speed: the update alone, which `learn` calls without unrolling; the rest runs once per rollout
 def compile_agent(agent: PPO) -> None:
-    """The update is compiled when it is first called."""
+    """The update is compiled when it is first called. The settings hold for the whole process.
+
+    Who anneals a number in `args` pays for one more compilation; bounds of a clamp stay constants:
+    make clip_coef a tensor to anneal it.
+    """
+    on_cpu = agent.flat.is_cpu
+    torch.set_num_threads(1)  # layers of 64 are too small to share
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
-    torch._inductor.config.cpp_wrapper = next(agent.parameters()).is_cpu  # C++ calls kernels faster
-    torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, which is vectorized better
-    # no guards, which ask at each call whether the code still fits: each agent has code of its own
-    no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-    own = MethodType(FunctionType(PPO.update.__code__.replace(), globals()), agent)
-    agent.update = torch.compile(own, fullgraph=True, options=no_guards)
+    torch._inductor.config.cpp_wrapper = on_cpu  # C++ calls kernels faster
+    agent.update = torch.compile(agent.update, fullgraph=True)
 
 
-def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path | None) -> float:
-    """Mean return of K episodes from always the same starts, acting without noise."""
+# speed: for a GPU, one launch instead of thousands; a third call captures, when all is compiled
+def capture_agent(agent: PPO) -> None:
+    """Preparing a rollout and learning in an epoch replay what their third call has recorded.
+
+    A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
+    """
+    recorded = dict(vars(agent.args))
+
+    def capture(method):
+        graph = CudaGraphModule(method, warmup=3)
+
+        def replay(*inputs):
+            assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
+            return graph(*inputs)
+
+        return replay
+
+    agent.prepare = capture(agent.prepare)
+    agent.learn = capture(agent.learn)
+
+
+# Training
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    on_gpu = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        steps = f"{batch_size:,} steps"
+        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
+    warmup_steps = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    envs = make_envs(args.env_id, args.num_envs, args.gamma)
+    obs_dim = envs.single_observation_space.shape[0]
+    action_dim = envs.single_action_space.shape[0]
+    agent = PPO(args, obs_dim, action_dim, device)
+    rollout = Rollout(args, obs_dim, action_dim, device)
+    if run.checkpoint:
+        run.restore(agent)
+        set_statistics(envs, run.checkpoint["statistics"])
+    obs, _ = envs.reset(seed=args.seed + run.start_step)
+    # speed: the loop does not know what is compiled or captured
+    if args.compile:
+        compile_agent(agent)
+    if args.cudagraphs and on_gpu:
+        capture_agent(agent)
+    elif args.cudagraphs:
+        print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
+
+    with run:
+        while run.step < run.total_steps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / run.total_steps
+            # speed: a tensor, which compiled code and graphs read anew
+            agent.optimizer.lr.fill_(learning_rate)
+
+            # 1. Roll out: T steps with the policy as it is.
+            # speed: drawn where it is used; acting reads the parameters as arrays
+            noise = torch.randn(args.num_steps, args.num_envs, action_dim)
+            noise = noise.numpy()
+            agent.publish()
+            for t in range(args.num_steps):
+                with run.stage("inference"):
+                    # speed: without PyTorch
+                    actions = agent.act(obs, noise[t])
+                with run.stage("simulation"):
+                    next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+
+                with run.stage("replay"):
+                    ended = terminated | truncated
+                    # speed: without PyTorch
+                    rollout.obs[t] = obs
+                    rollout.actions[t] = actions
+                    rollout.rewards[t] = rewards
+                    rollout.ended[t] = ended
+                    obs = next_obs
+                run.step += args.num_envs
+                # Where an episode ended, next_obs is already the next episode's first.
+                for i in ended.nonzero()[0]:
+                    with run.stage("inference"):
+                        # speed: without PyTorch
+                        final_value = agent.value(infos["final_obs"][i])
+                        rollout.final_values[t, i] = final_value * (not terminated[i])
+                    with run.stage("logging"):
+                        episode = infos["final_info"]["episode"]
+                        run.write(
+                            {
+                                "charts/episodic_return": episode["r"][i],
+                                "charts/episodic_length": episode["l"][i],
+                            }
+                        )
+
+            # 2. Learn from it in several epochs.
+            with run.stage("backpropagation"):
+                total = rollout.obs.sum() + rollout.rewards.sum()
+                if not math.isfinite(total):
+                    steps = f"steps {run.step - batch_size:,} to {run.step:,}"
+                    raise SystemExit(f"{steps}: observation or reward is not finite")
+                # speed: a copy per field
+                rollout.obs[-1] = obs
+                tensors = {}
+                for name, array in vars(rollout).items():
+                    tensors[name] = torch.as_tensor(array, device=device)
+                batch = agent.prepare(tensors)
+                clipfracs = []
+                for _ in range(args.update_epochs):
+                    order = torch.randperm(batch_size, device=device)
+                    metrics = agent.learn(batch, order)
+                    clipfracs.append(metrics["losses/clipfrac"])
+                    approx_kl = metrics["losses/approx_kl"][-1]
+                    if args.target_kl is not None and approx_kl > args.target_kl:
+                        break
+
+            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
+            row = {}
+            for tag, values in metrics.items():
+                row[tag] = values[-1]
+            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+            unexplained = (batch.returns - batch.values).var()
+            unexplained /= batch.returns.var().clamp(min=1e-12)
+            row["losses/explained_variance"] = 1 - unexplained
+            row["charts/learning_rate"] = learning_rate
+            run.log(row)
+
+            # 4. Save and evaluate, now and then and at the end.
+            if run.due(args.checkpoint_every, at_end=args.save_model):
+                with run.stage("checkpoint"):
+                    run.save(agent, statistics=get_statistics(envs))
+            if run.due(args.eval_every, at_end=args.capture_video):
+                with run.stage("evaluation"):
+                    video = run.dir / f"videos/step-{run.step}"
+                    eval_return = evaluate(agent, args, get_statistics(envs), video)
+                    run.write({"charts/eval_return": eval_return})
+                    line = f"evaluation at {run.step:,}: {eval_return:,.1f}"
+                    run.bar.write(line, file=sys.stderr)
+            run.tick()
+    return run.dir
+
+
+# What a reader may skip: evaluation, then the records around a run
+
+
+def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path) -> float:
+    """Mean return of K episodes from always the same starts, acting without noise.
+
+    Observations are normalized by the statistics of all training environments as one.
+    """
+    if not args.capture_video:
+        video = None
     envs = make_envs(args.env_id, args.eval_episodes, video=video)
-    means, variances = statistics["obs_rms_mean"], statistics["obs_rms_var"]  # per environment
-    mean, std = means.mean(0), (variances.mean(0) + means.var(0, correction=0) + 1e-8).sqrt()
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    means = statistics["obs_rms_mean"]  # (N, O)
+    mean = means.mean(dim=0)
+    variance = means.var(dim=0, correction=0)  # between environments, and within them
+    variance += statistics["obs_rms_var"].mean(dim=0)
+    std = (variance + 1e-8).sqrt()
+    returns = np.zeros(args.eval_episodes)
+    running = np.ones(args.eval_episodes, dtype=bool)
+    unseen = args.seed + 2**31  # not the states of training
+    obs, _ = envs.reset(seed=unseen)
     for _ in range(50_000):  # an episode without end counts with its return so far
-        inputs = ((torch.as_tensor(obs) - mean) / std).clamp(-10, 10)
+        inputs = (torch.as_tensor(obs) - mean) / std
+        inputs = inputs.clamp(-10, 10)
+        inputs = inputs.to(agent.model.actor_logstd)
         with torch.no_grad():
-            actions = agent.model.actor_mean(inputs.to(agent.model.actor_logstd))
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+            actions = agent.model.actor_mean(inputs)
+        actions = actions.cpu().numpy()
+        obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
         if not running.any():
@@ -573,188 +725,257 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path 
     return float(returns.mean())
 
 
-def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
-    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
-    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
-    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
-    checkpoint["agent"] = agent.state_dict()
-    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
-    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    with path.with_suffix(".partial").open("wb") as file:
-        torch.save(checkpoint, file)
+# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
+MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
+
+
+class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        self.mode = mode
+        self.on_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.warmup_steps = warmup_steps
+        self.trace_after = trace_after
+        self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
+        self.warmup_seconds = self.profiler = self.result = None
+        self.born = perf_counter()
+        self.env_steps = 0
+        self.begin_window()
+
+    def begin_window(self):  # at construction and after the warm-up
+        self.seconds = Counter()
+        self.open = ["untracked"]
+        self.ranges = []  # of the profiler, one per open stage
+        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
+        self.sampled = False
+        self.nvml = []
+        self.first_step = self.env_steps
+        self.iterations = 0
+        self.start = self.since = perf_counter()
+
+    def charge(self):  # the time since the last call belongs to the innermost open stage
+        now = perf_counter()
+        self.seconds[self.open[-1]] += now - self.since
+        self.since = now
+        if self.sampled:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.sample.append((self.open[-1], event))
+
+    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
+        if self.mode == "off" and name != "evaluation":
+            return nullcontext()
+        self.charge()
+        self.open.append(name)
+        if self.profiler:
+            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
+        return self
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        if self.ranges:
+            self.ranges.pop().__exit__(*error)
+        self.charge()
+        self.open.pop()
+
+    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
+        self.charge()
+        if self.sampled:
+            self.samples.append(self.sample)
+        self.env_steps = env_steps
+        self.iterations += 1
+        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure(env_steps)["seconds"]
+            self.begin_window()
+        elif self.profiler:
+            self.profiler.step()
+        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
+            self.result = self.measure(env_steps)
+            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        if self.sampled:
+            self.sample = []
+            self.charge()
+            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
+
+    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+        self.synchronize()  # what is still queued belongs to it
+        self.charge()
+        steps = env_steps - self.first_step
+        seconds = self.since - self.start - self.seconds["evaluation"]
+        return {
+            "sps": env_steps / (self.since - self.born),
+            "sps_steady": self.warmup_seconds and steps / seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "env_steps": steps,
+            "iterations": self.iterations,
+            "seconds": seconds,
+            "stages": dict(self.seconds),
+        }
+
+    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+        report = self.result or self.measure(self.env_steps)
+        report["wall_seconds"] = perf_counter() - self.born
+        report["nvml_percent"] = self.nvml
+        report["gpu_stages"] = Counter()
+        for sample in self.samples:
+            for (_, first), (name, last) in pairwise(sample):
+                share = report["iterations"] / len(self.samples)  # of all that were not sampled
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+        with replacing(path) as file:
+            file.write(json.dumps(report, indent=2).encode())
+        for name, seconds in report["stages"].items():
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
+        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
+        return report
+
+
+class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
+    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
+        self.args = args
+        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
+        self.steps_per_iteration = steps_per_iteration
+        self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
+        if self.step >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        self.stage = self.watch.stage
+        self.episodic_return = math.nan
+
+    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
+        agent.load_state_dict(self.checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        cpu_state, *gpu_states = self.checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
+
+    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
+        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
+        checkpoint["made_by"] = Path(__file__).name
+        checkpoint["args"] = vars(self.args)
+        checkpoint["global_step"] = self.step
+        checkpoint["agent"] = agent.state_dict()
+        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        with replacing(self.dir / "checkpoint.pt") as file:
+            torch.save(checkpoint, file)
+
+    def __enter__(self):  # makes the run directory and opens its records
+        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, signal.default_int_handler)
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
+        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {
+            "args": vars(args),
+            "command": " ".join(sys.argv),
+            "versions": {"torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+        }
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
+        if args.track:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.dir.name,
+                resume="allow",
+                config=config,
+                sync_tensorboard=True,
+            )
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
+
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run
+        self.writer.close()
+        self.bar.close()
+        self.watch.report(self.dir / f"stages{self.suffix}")
+        if kind is KeyboardInterrupt:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
+
+    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
+        if self.step >= self.total_steps:
+            return at_end or every > 0
+        return every > 0 and self.step % every < self.steps_per_iteration
+
+    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
+        row = {}
+        with self.stage("backpropagation"):  # whose work the first of these reads waits for
+            for tag, value in metrics.items():
+                row[tag] = float(value)
+                if not math.isfinite(row[tag]):
+                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
+        with self.stage("logging"):
+            speed = self.watch.measure(self.step - self.start_step)
+            row["charts/SPS"] = speed["sps"]
+            if speed["sps_steady"]:
+                row["charts/SPS_steady"] = speed["sps_steady"]
+                row["charts/warmup_seconds"] = speed["warmup_seconds"]
+            self.write(row)
+            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+
+    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
+        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+
+    def tick(self):  # ends an iteration, outside of every stage
+        self.watch.tick(self.step - self.start_step)
+
+
+def parse_args(kind):  # with --resume, flags that are not given stay as they were
+    args = tyro.cli(kind)
+    if args.resume:
+        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
+    return args
+
+
+def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
+    path = Path(args.resume, "checkpoint.pt")
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True)
+        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+    except Exception:
+        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    return found
+
+
+@contextmanager
+def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    path.with_suffix(".partial").replace(path)
+    partial.replace(path)
 
 
-def load(path: Path) -> dict:
-    """What `save` has written, its tensors on the CPU."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-    if checkpoint.get("script") != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
-        raise SystemExit(f"--resume: {path.parent} has no checkpoint of this version of {SCRIPT}")
-    return checkpoint
-
-
-def main(args: Args) -> Path:
-    """Trains and returns the run directory."""
-    check_args(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-            signal.signal(number, signal.default_int_handler)
-    checkpoint = load(Path(args.resume, "checkpoint.pt")) if args.resume else None
-    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
-    batch_size = args.num_envs * args.num_steps
-    total_timesteps = args.total_timesteps // batch_size * batch_size
-    if start_step >= total_timesteps:
-        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    warmup_steps = STEADY_AFTER * batch_size
-    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-
-    envs = make_envs(args.env_id, args.num_envs, args.gamma)
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-    agent = PPO(args, obs_dim, action_dim, device)
-    rollout, episodic_return = Rollout(args, obs_dim, action_dim, device), math.nan
-
-    # speed: the loop does not know what is compiled or captured; a third call captures a graph
-    if args.compile:
-        torch.set_num_threads(1)  # layers of 64 are too small to share
-        compile_agent(agent)
-    if args.cudagraphs and device.type == "cuda":
-        agent.prepare = CudaGraphModule(agent.prepare, warmup=3)
-        agent.learn = CudaGraphModule(agent.learn, warmup=3)
-
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
-        set_statistics(envs, checkpoint["statistics"])
-        torch.set_rng_state(checkpoint["generators"][0])
-        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
-        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
-    obs, _ = envs.reset(seed=args.seed + start_step)
-    # speed: acting has copies
-    agent.publish()
-
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
-    config = {"args": asdict(args), "command": " ".join(sys.argv)}
-    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
-    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
-    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
-    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
-
-    def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
-        last = global_step >= total_timesteps
-        return every > 0 and (last or global_step % every < batch_size)
-
-    try:
-        while global_step < total_timesteps:
-            share_done = global_step / total_timesteps if args.anneal_lr else 0
-            learning_rate = args.learning_rate * (1 - share_done)
-            # speed: a tensor, which compiled code and graphs read anew
-            agent.optimizer.lr.fill_(learning_rate)
-
-            # 1. Roll out: T steps with the policy as it is.
-            # speed: drawn where it is used
-            noise = torch.randn(args.num_steps, args.num_envs, action_dim).numpy()
-            for t in range(args.num_steps):
-                with watch.stage("inference"):
-                    # speed: without PyTorch
-                    actions = agent.act(obs, noise[t])
-                with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-
-                with watch.stage("replay"):
-                    ended = terminated | truncated
-                    # speed: without PyTorch
-                    rollout.obs[t], rollout.actions[t] = obs, actions
-                    rollout.rewards[t], rollout.ended[t] = rewards, ended
-                    obs = next_obs
-                global_step += args.num_envs
-                # Where an episode ended, next_obs is already the next episode's first.
-                for i in ended.nonzero()[0]:
-                    with watch.stage("inference"):
-                        # speed: without PyTorch
-                        (final_value,) = forward(agent.critic_layers, infos["final_obs"][i])
-                        rollout.final_values[t, i] = final_value * (not terminated[i])
-                    with watch.stage("logging"):
-                        episodic_return = infos["final_info"]["episode"]["r"][i]
-                        writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                        length = infos["final_info"]["episode"]["l"][i]
-                        writer.add_scalar("charts/episodic_length", length, global_step)
-
-            # 2. Learn from it in several epochs.
-            with watch.stage("backpropagation"):
-                if not math.isfinite(rollout.obs.sum() + rollout.rewards.sum()):
-                    steps = f"steps {global_step - batch_size:,} to {global_step:,}"
-                    raise SystemExit(f"{steps}: observation or reward is not finite")
-                # speed: one copy, for which the CPU does not wait: reading the losses waits for it
-                rollout.obs[-1] = obs  # what follows the last step
-                torch._foreach_copy_(rollout.tensors, rollout.host, non_blocking=True)
-                batch, metrics = agent.prepare(rollout), []
-                for _ in range(args.update_epochs):
-                    metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
-                    if args.target_kl is not None and metrics[-1][-1, KL] > args.target_kl:
-                        break
-                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
-                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
-                # speed: with the weights in one copy
-                *losses, explained = agent.publish(torch.stack([*losses, explained]))
-
-            # 3. Log.
-            with watch.stage("logging"):
-                if not np.isfinite(losses).all():
-                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
-                sps, steady_sps = watch.speed(global_step - start_step)
-                writer.add_scalar("charts/SPS", sps, global_step)
-                if steady_sps:
-                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
-                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                writer.add_scalar("losses/explained_variance", explained, global_step)
-                for tag, value in zip(METRICS, losses, strict=True):
-                    writer.add_scalar(f"losses/{tag}", value, global_step)
-                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
-                bar.update(global_step - bar.n)
-
-            # 4. Save and evaluate, now and then and at the end.
-            last = global_step >= total_timesteps
-            if due(args.checkpoint_every) or args.save_model and last:
-                with watch.stage("checkpoint"):
-                    statistics = get_statistics(envs)
-                    save(run_dir / "checkpoint.pt", agent, global_step, statistics=statistics)
-            if due(args.eval_every) or args.capture_video and last:
-                with watch.stage("evaluation"):
-                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
-                    eval_return = evaluate(agent, args, get_statistics(envs), video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
-            watch.tick(global_step - start_step)
-    except KeyboardInterrupt:
-        raise SystemExit(f"interrupted after {global_step:,} steps") from None
-    finally:
-        bar.close()
-        writer.close()
-        watch.report(run_dir / f"stages{suffix}")
-    return run_dir
+# <<< run <<<
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if args.resume:  # flags that are not given stay as they were
-        args = tyro.cli(Args, default=Args(**load(Path(args.resume, "checkpoint.pt"))["args"]))
-    main(args)
+    main(parse_args(Args))

@@ -6,9 +6,11 @@
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
 evaluated. Unlike in ppo_continuous_action.py, running statistics on the device normalize
-observations and returns, not rewards, the value loss is not clipped, and the policy's deviation is
-exp(-1) at first. Its twin ppo_mujoco_gpu_torchcompile.py is this file with the hunks marked
-`# speed:`.
+observations and returns, not rewards; the policy's deviation is exp(-1) at first, not 1; advantages
+are always normalized, the value loss is never clipped, and no divergence ends the epochs: there are
+no flags for that. Defaults that are not CleanRL's: total_timesteps 5,000,000, num_envs 64,
+num_steps 64, learning_rate 1e-3, num_minibatches 16, update_epochs 4.
+Its twin ppo_mujoco_gpu_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
 
@@ -21,10 +23,14 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
@@ -73,467 +79,178 @@ class Args:
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
 
 
-# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import json  # noqa: E402, F811
-import sys  # noqa: E402, F811
-from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from time import perf_counter  # noqa: E402, F811
-
-import torch  # noqa: E402, F811
+STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
-class Stage:
-    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
-
-    def __init__(self, watch):
-        self.watch, self.seconds, self.count = watch, 0.0, 0
-
-    def __enter__(self):
-        watch, now = self.watch, perf_counter()
-        watch.open[-1].seconds += now - watch.since
-        watch.since = now
-        watch.open.append(self)
-
-    def __exit__(self, kind, value, traceback):
-        watch, now = self.watch, perf_counter()
-        watch.open.pop().seconds += now - watch.since
-        watch.since = now
-        self.count += 1
+# Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
 
 
-class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
-
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
-        self._begin_window()
-        self.course = self._course(warmup_steps, trace_after, trace_iterations)
-
-    def tick(self, env_steps):
-        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
-        with self.untracked:  # an entry is an iteration
-            self.env_steps = env_steps
-        next(self.course, None)
-
-    def speed(self, env_steps):
-        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
-        now = perf_counter()
-        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
-        return env_steps / (now - self.born), self.warmup_seconds and steady
-
-    def report(self, path):
-        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
-        self.course.close()  # gives up a trace that is not complete
-        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
-        report["wall_seconds"] = perf_counter() - self.born
-        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        path.write_text(json.dumps(report, indent=2))
-        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
-        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
-        for name, stage in report["stages"].items():
-            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
-            gpu = "" if span is None else f"{span / steps:14,.1f}"
-            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
-        numbers = (report | report["gpu"]).items()
-        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
-        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
-        if trace:  # last, because it takes seconds, in which Ctrl-C may come
-            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
-        return report
-
-    def _course(self, warmup_steps, trace_after, trace_iterations):
-        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
-        while self.env_steps < warmup_steps:
-            yield
-        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
-        self._begin_window()
-        while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
-            self.stage = self._between_events if sampled else self.contexts.__getitem__
-            yield
-            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
-                self.asked = perf_counter()
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
-        self.result, self.stage = self._end_window(), self.contexts.__getitem__
-        with torch.profiler.profile() as self.profiler:
-            yield  # an iteration that pays for the profiler's buffers
-            first_step, self.stage = self.env_steps, self._annotated
-            with torch.profiler.record_function("stopwatch:untracked"):
-                for _ in range(trace_iterations):
-                    yield
-                self.synchronize()
-        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
-
-    def _begin_window(self):
-        """Counts anew: at construction and at the end of the warm-up."""
-        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
-        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
-        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
-        self.contexts, self.open = dict(self.stages), [self.untracked]
-        if self.mode == "off":  # but for the evaluation, which is never part of a window
-            self.contexts |= dict.fromkeys(names, nullcontext())
-        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
-        self.first_step, self.spans, self.nvml = self.env_steps, [], []
-        self.synchronize()
-        self.start = self.since = self.asked = perf_counter()
-
-    def _end_window(self):
-        """What the steady window or, if the warm-up did not end, the whole run has to say."""
-        self.synchronize()  # GPU work still queued belongs to the window
-        steady, stages = self.speed(self.env_steps)[1], {}
-        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
-        window["iterations"] = self.untracked.count
-        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
-        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
-        for name, stage in self.stages.items() if self.mode != "off" else ():
-            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
-            span = sum(spans) / len(spans) * stage.count if spans else None
-            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
-        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
-        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
-        return run | {"window": window, "stages": stages, "gpu": gpu}
-
-    @contextmanager
-    def _between_events(self, name):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        with self.contexts[name]:
-            yield
-        last.record()
-        self.spans.append((name, first, last))
-
-    @contextmanager
-    def _annotated(self, name):
-        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
-            yield
+def join(*fields):
+    """Fields (N, ...) side by side -> (N, .)."""
+    rows = [x.flatten(1) for x in fields]
+    return torch.cat(rows, dim=1)
 
 
-# <<< stopwatch <<<
+def sum_squares(x):
+    """x (N, ...) -> (N,)."""
+    return x.square().flatten(1).sum(1)
 
 
-SCRIPT = Path(__file__).name
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-STEADY_AFTER = 3  # rollouts, then compilation and capture are long over
+def half_cheetah(s, speed, actions):
+    posture = s.qpos[:, 1:]
+    obs = join(posture, s.qvel)
+    rewards = speed - 0.1 * sum_squares(actions)
+    never = torch.zeros_like(speed).bool()
+    return obs, rewards, never
 
 
-def check_args(args: Args) -> None:
-    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
-    may_be_zero = ("seed", "checkpoint_every", "eval_every", "learning_rate", "gamma", "gae_lambda")
-    may_be_zero += ("ent_coef", "vf_coef")
-    for name, x in asdict(args).items():
-        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
-            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
-    if args.env_id not in TASKS:
-        raise SystemExit(f"--env-id: {args.env_id} is none of {', '.join(TASKS)}")
-    rollout = args.num_envs * args.num_steps
-    if args.total_timesteps < rollout:
-        raise SystemExit(f"--total-timesteps: less than one rollout of {rollout:,} steps")
-    if rollout % args.num_minibatches or rollout == args.num_minibatches:
-        raise SystemExit(f"--num-minibatches: does not divide {rollout:,} steps into two or more")
+def hopper(s, speed, actions):
+    _, height, angle, *_ = s.qpos.unbind(1)
+    angles = s.qpos[:, 2:]
+    others = join(angles, s.qvel)
+    upright = (height > 0.7) & (angle.abs() < 0.2)
+    healthy = upright & (others.abs() < 100).all(1)
+    velocities = s.qvel.clamp(-10, 10)
+    obs = join(s.qpos[:, 1:], velocities)
+    rewards = speed + healthy - 1e-3 * sum_squares(actions)
+    return obs, rewards, ~healthy
 
 
-def half_cheetah(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
-    obs = torch.cat([s.qpos[:, 1:], s.qvel], dim=1)
-    return obs, speed - 0.1 * actions.square().sum(1), torch.zeros_like(speed, dtype=torch.bool)
+def walker2d(s, speed, actions):
+    _, height, angle, *_ = s.qpos.unbind(1)
+    upright = angle.abs() < 1
+    healthy = (height > 0.8) & (height < 2) & upright
+    velocities = s.qvel.clamp(-10, 10)
+    obs = join(s.qpos[:, 1:], velocities)
+    rewards = speed + healthy - 1e-3 * sum_squares(actions)
+    return obs, rewards, ~healthy
 
 
-def hopper(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
-    z, angle, others = s.qpos[:, 1], s.qpos[:, 2], torch.cat([s.qpos[:, 2:], s.qvel], dim=1)
-    healthy = (z > 0.7) & (angle.abs() < 0.2) & (others.abs() < 100).all(1)
-    obs = torch.cat([s.qpos[:, 1:], s.qvel.clamp(-10, 10)], dim=1)
-    return obs, speed + healthy.float() - 1e-3 * actions.square().sum(1), ~healthy
+def ant(s, speed, actions):
+    height = s.qpos[:, 2]
+    healthy = (height >= 0.2) & (height <= 1)
+    forces = s.cfrc_ext.clamp(-1, 1)  # (N, bodies, 6), of which the first is the world
+    costs = 0.5 * sum_squares(actions) + 5e-4 * sum_squares(forces)
+    obs = join(
+        s.qpos[:, 2:],
+        s.qvel,
+        forces[:, 1:],
+    )
+    return obs, speed + healthy - costs, ~healthy
 
 
-def walker2d(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
-    healthy = (s.qpos[:, 1] > 0.8) & (s.qpos[:, 1] < 2) & (s.qpos[:, 2].abs() < 1)
-    obs = torch.cat([s.qpos[:, 1:], s.qvel.clamp(-10, 10)], dim=1)
-    return obs, speed + healthy.float() - 1e-3 * actions.square().sum(1), ~healthy
+def humanoid(s, speed, actions):
+    height = s.qpos[:, 2]
+    healthy = (height > 1) & (height < 2)
+    contact_costs = 5e-7 * sum_squares(s.cfrc_ext)
+    costs = 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)
+    obs = join(
+        s.qpos[:, 2:],
+        s.qvel,
+        s.cinert[:, 1:],
+        s.cvel[:, 1:],
+        s.qfrc_actuator[:, 6:],
+        s.cfrc_ext[:, 1:],
+    )
+    return obs, 1.25 * speed + 5 * healthy - costs, ~healthy
 
 
-def ant(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
-    forces = s.cfrc_ext.clamp(-1, 1).flatten(1)  # the world's six, then six of each body
-    healthy = (s.qpos[:, 2] >= 0.2) & (s.qpos[:, 2] <= 1)
-    costs = 0.5 * actions.square().sum(1) + 5e-4 * forces.square().sum(1)
-    obs = torch.cat([s.qpos[:, 2:], s.qvel, forces[:, 6:]], dim=1)
-    return obs, speed + healthy.float() - costs, ~healthy
-
-
-def humanoid(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
-    healthy = (s.qpos[:, 2] > 1) & (s.qpos[:, 2] < 2)
-    contact_costs = (5e-7 * s.cfrc_ext.square().sum((1, 2))).clamp(max=10)
-    costs = 0.1 * actions.square().sum(1) + contact_costs
-    parts = s.cinert[:, 1:], s.cvel[:, 1:], s.qfrc_actuator[:, 6:], s.cfrc_ext[:, 1:]
-    obs = torch.cat([s.qpos[:, 2:], s.qvel, *(x.flatten(1) for x in parts)], dim=1)
-    return obs, 1.25 * speed + 5 * healthy.float() - costs, ~healthy
-
-
-def inverted_pendulum(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
+def inverted_pendulum(s, speed, actions):
     fallen = s.qpos[:, 1].abs() > 0.2
-    return torch.cat([s.qpos, s.qvel], dim=1), (~fallen).float(), fallen
+    obs = join(s.qpos, s.qvel)
+    return obs, (~fallen).float(), fallen
 
 
-def double_pendulum(s: SimpleNamespace, speed: Tensor, actions: Tensor) -> tuple:
+def double_pendulum(s, speed, actions):
     x, _, y = s.site_xpos[:, 0].unbind(1)  # of the tip
+    _, lower, upper = s.qvel.unbind(1)
     costs = 0.01 * x.square() + (y - 2).square()
-    costs = costs + 1e-3 * s.qvel[:, 1].square() + 5e-3 * s.qvel[:, 2].square()
-    angles, others = s.qpos[:, 1:], torch.cat([s.qvel, s.qfrc_constraint[:, :1]], dim=1)
-    obs = torch.cat([s.qpos[:, :1], angles.sin(), angles.cos(), others.clamp(-10, 10)], dim=1)
-    return obs, 10 * (y > 1).float() - costs, y <= 1
+    costs = costs + 1e-3 * lower.square()
+    costs = costs + 5e-3 * upper.square()
+    fallen = y <= 1
+    x_of_cart, angles = s.qpos.tensor_split([1], dim=1)
+    others = join(s.qvel, s.qfrc_constraint[:, :1])
+    others = others.clamp(-10, 10)
+    obs = join(
+        x_of_cart,
+        angles.sin(),
+        angles.cos(),
+        others,
+    )
+    return obs, 10 * ~fallen - costs, fallen
 
 
-# A task judges N worlds after a step: fields of mujoco.MjData, float32 (N, ...), speed forward (N,)
-# in m/s, actions (N, A) -> observations (N, O), rewards (N,), terminated (N,). With it come what it
-# reads of MjData besides qpos and qvel, and which noise velocities have when an episode begins.
+def root(s):
+    return s.qpos[:, 0]
+
+
+def torso(s):
+    return s.xpos[:, 1, 0]
+
+
+def center_of_mass(s):
+    return s.subtree_com[:, 1, 0]
+
+
+class Task(NamedTuple):
+    """How N worlds are judged after a step, and what MuJoCoEnvs must know for that.
+
+    `judge` takes fields of mujoco.MjData, float32 (N, ...), the speed forward in m/s (N,) and
+    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,).
+    """
+
+    judge: Callable
+    reads: tuple = ()  # the fields that are read by these functions, besides qpos and qvel
+    position: Callable = root  # of what is rewarded for its speed: fields -> x in m (N,)
+    velocity_noise: str = "uniform"  # at the start of an episode; "normal": as in Gymnasium
+    observes_x: bool = False  # otherwise x is brought back to 0 after each step
+
+
 TASKS = {
-    "HalfCheetah-v5": (half_cheetah, (), "normal"),
-    "Hopper-v5": (hopper, (), "uniform"),
-    "Walker2d-v5": (walker2d, (), "uniform"),
-    "Ant-v5": (ant, ("xpos", "cfrc_ext"), "normal"),
-    "Humanoid-v5": (humanoid, ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"), "uniform"),
-    "InvertedPendulum-v5": (inverted_pendulum, (), "uniform"),
-    "InvertedDoublePendulum-v5": (double_pendulum, ("site_xpos", "qfrc_constraint"), "normal"),
+    "HalfCheetah-v5": Task(half_cheetah, velocity_noise="normal"),
+    "Hopper-v5": Task(hopper),
+    "Walker2d-v5": Task(walker2d),
+    "Ant-v5": Task(
+        ant,
+        reads=("xpos", "cfrc_ext"),
+        position=torso,
+        velocity_noise="normal",
+    ),
+    "Humanoid-v5": Task(
+        humanoid,
+        reads=("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"),
+        position=center_of_mass,
+    ),
+    "InvertedPendulum-v5": Task(inverted_pendulum, observes_x=True),
+    "InvertedDoublePendulum-v5": Task(
+        double_pendulum,
+        reads=("site_xpos", "qfrc_constraint"),
+        velocity_noise="normal",
+        observes_x=True,
+    ),
 }
 
 
-class CPhysics:
-    """N worlds in MuJoCo's C engine: on the CPU, in float64, stepped by a thread per core."""
-
-    def __init__(self, env: gym.Env, num_envs: int, reads: tuple[str, ...], device: torch.device):
-        if num_envs * 20e3 > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            raise SystemExit(f"--num-envs: {num_envs:,} worlds of 20 kB each do not fit in memory")
-        self.model, self.frame_skip = env.model, env.frame_skip
-        self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET  # it would hide NaN
-        # A robot is one tree of bodies: looking for islands, to be solved apart, finds nothing
-        self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
-        # Python's bindings let each part of a step read a clock, for timers that nobody looks at
-        ctypes.c_void_p.in_dll(ctypes.CDLL(mujoco._callbacks.__file__), "mjcb_time").value = None
-        self.parts = np.array_split(range(num_envs), min(os.cpu_count(), num_envs))
-        self.pool = ThreadPoolExecutor(len(self.parts))
-        # Worlds are rows, which take turns in the MjData of a thread: it stays in the core's cache
-        self.data = [mujoco.MjData(env.model) for _ in self.parts]
-        names = "QPOS", "QVEL", "WARMSTART", "CTRL"  # all that a step needs, in MuJoCo's order
-        parts = [int(getattr(mujoco.mjtState, f"mjSTATE_{name}")) for name in names]
-        ends = np.cumsum([mujoco.mj_stateSize(env.model, part) for part in parts])
-        self.row, self.worlds = sum(parts), np.zeros((num_envs, ends[-1]))
-        qpos, qvel, _, self.ctrl = np.split(self.worlds, ends[:-1], axis=1)  # views
-        shapes = {name: getattr(self.data[0], name).shape for name in reads[2:]}
-        self.derived = {name: np.zeros((num_envs, *shape)) for name, shape in shapes.items()}
-        self.arrays = {"qpos": qpos, "qvel": qvel, **self.derived}
-        self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
-        self.state = SimpleNamespace()  # the arrays in float32 on the device
-        for name, array in self.arrays.items():
-            setattr(self.state, name, torch.zeros(array.shape, device=device))
-
-    def step(self, actions: Tensor) -> None:
-        """Steps each world by a frame skip with actions (N, A), from the x that `state` has."""
-        self.worlds[:, 0], self.ctrl[:] = self.state.qpos[:, 0].cpu(), actions.cpu()
-        list(self.pool.map(self.step_part, self.data, self.parts))
-        for name, array in self.arrays.items():
-            getattr(self.state, name).copy_(torch.from_numpy(array))
-
-    def step_part(self, data: mujoco.MjData, part: np.ndarray) -> None:
-        for i in part:  # MuJoCo lets the other threads run meanwhile
-            mujoco.mj_setState(self.model, data, self.worlds[i], self.row)
-            mujoco.mj_step(self.model, data, self.frame_skip)
-            if "cfrc_ext" in self.derived:  # contact forces, which a step leaves out
-                mujoco.mj_rnePostConstraint(self.model, data)
-            self.keep(i, data)
-
-    def keep(self, i: int, data: mujoco.MjData) -> None:
-        """Keeps what is now in `data` as world i."""
-        mujoco.mj_getState(self.model, data, self.worlds[i], self.row)
-        for name, array in self.derived.items():
-            array[i] = getattr(data, name)
-
-    def begin(self, ended: Tensor, qpos: Tensor, qvel: Tensor) -> None:
-        """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
-        data = self.data[0]
-        for i in ended.nonzero()[:, 0].tolist():
-            mujoco.mj_resetData(self.model, data)
-            data.qpos, data.qvel = qpos[i].cpu(), qvel[i].cpu()
-            mujoco.mj_forward(self.model, data)
-            self.keep(i, data)
-            for name, array in self.arrays.items():
-                getattr(self.state, name)[i] = torch.from_numpy(array[i])
-
-
-class WarpPhysics:
-    """N worlds in mujoco_warp: on `device`, in float32, each step a launch of a graph of Warp's."""
-
-    def __init__(self, env: gym.Env, num_envs: int, reads: tuple[str, ...], device: torch.device):
-        try:
-            import mujoco_warp as mjw
-            import warp as wp
-        except ImportError as error:
-            raise SystemExit(f"{error}: pip install -r requirements/mujoco-warp.txt") from None
-        if env.model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:  # Humanoid's, which Warp lacks
-            env.model.opt.solver, env.model.opt.iterations = mujoco.mjtSolver.mjSOL_NEWTON, 100
-        # On steep capsules, Ant's feet, mujoco_warp 4.0.0 takes other directions of friction
-        # than C, by which Ant's velocities differ in the first decimal
-        capsule = mjw._src.collision_primitive_core.plane_capsule.adj
-        capsule.source = capsule.source.replace("b_norm < 0.5", "b_norm < 1e-6")
-        capsule.tree = ast.parse(capsule.source)
-        wp.init()
-        with wp.ScopedDevice(str(device)):
-            try:
-                self.data = mjw.make_data(env.model, nworld=num_envs)
-            except (RuntimeError, ValueError) as error:  # of memory
-                raise SystemExit(f"--num-envs: {num_envs:,} worlds: {error}") from None
-            self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
-            self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
-
-            def capture(*functions: Callable) -> wp.Graph:
-                for function in functions:  # compiles
-                    function(self.model, self.data)
-                with wp.ScopedCapture() as recorded:
-                    for function in functions:
-                        function(self.model, self.data)
-                return recorded.graph
-
-            forces = [mjw.rne_postconstraint] * ("cfrc_ext" in reads)
-            self.steps = capture(*[mjw.step] * env.frame_skip, *forces)
-            self.derive = capture(mjw.kinematics, mjw.com_pos, mjw.com_vel)  # from qpos and qvel
-        self.warp, self.on_gpu = wp, device.type == "cuda"
-        tensors = {name: wp.to_torch(getattr(self.data, name)) for name in reads}  # no copies
-        self.state, self.ctrl = SimpleNamespace(**tensors), wp.to_torch(self.data.ctrl)
-        self.overflow = wp.to_torch(self.data.overflow)  # not 0 once at a limit
-        self.forces = [tensors[name] for name in reads if "frc" in name]
-        self.forces.append(wp.to_torch(self.data.qacc_warmstart))
-
-    def step(self, actions: Tensor) -> None:
-        self.ctrl.copy_(actions)
-        self.launch(self.steps)
-
-    def begin(self, ended: Tensor, qpos: Tensor, qvel: Tensor) -> None:
-        for field, fresh in ((self.state.qpos, qpos), (self.state.qvel, qvel)):
-            field.copy_(torch.where(ended[:, None], fresh, field))
-        for field in self.forces:
-            field.masked_fill_(ended.view(-1, *[1] * (field.dim() - 1)), 0)
-        self.launch(self.derive)
-
-    def launch(self, graph: "wp.Graph") -> None:  # noqa: F821
-        stream = self.warp.stream_from_torch() if self.on_gpu else None  # torch's own
-        self.warp.capture_launch(graph, stream=stream)
-
-
-class MuJoCoEnvs(gym.vector.VectorEnv):
-    """N of Gymnasium's MuJoCo environments in one batch: all tensors are float32 on `device`.
-
-    An episode that ends begins anew in the same step. A world that is no longer finite ends its
-    episode with reward 0 and is counted in `broken`. The first episodes, whose returns are NaN, end
-    early, each at another step, so that later ones do not all end at once.
-    """
-
-    metadata, max_steps = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}, 1000
-
-    def __init__(self, env_id: str, num_envs: int, device: torch.device, physics: str):
-        env = gym.make(env_id).unwrapped
-        self.num_envs, self.dt, self.scale = num_envs, env.dt, env._reset_noise_scale
-        self.judge, more, self.noise = TASKS[env_id]
-        self.moves = "Pendulum" not in env_id  # x grows without end, and is not observed
-        self.single_action_space = env.action_space
-        self.single_observation_space = env.observation_space
-        on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
-        reads = "qpos", "qvel", *more
-        self.physics = (WarpPhysics if on_warp else CPhysics)(env, num_envs, reads, device)
-        arrays = env.init_qpos, env.init_qvel, env.model.body_mass
-        arrays += env.action_space.low, env.action_space.high
-        arrays = (torch.tensor(x, dtype=torch.float32, device=device) for x in arrays)
-        self.qpos, self.qvel, self.mass, self.low, self.high = arrays
-        self.returns, self.position, self.lengths = torch.zeros(3, num_envs, device=device)
-        self.broken = torch.zeros((), device=device)
-
-    def draw(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
-        """How far from the usual state episodes begin: (*shape, positions and velocities)."""
-        noise = self.qpos.new_empty(*shape, len(self.qpos) + len(self.qvel))
-        noise.uniform_(-1, 1, generator=generator)
-        if self.noise == "normal":
-            noise[..., len(self.qpos) :].normal_(generator=generator)
-        return noise * self.scale
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        """Starts all episodes, drawn from torch's generator if not by seed -> obs (N, O), {}."""
-        generator = None if seed is None else torch.Generator(self.qpos.device).manual_seed(seed)
-        self.lengths.copy_(torch.arange(self.num_envs) * self.max_steps // self.num_envs)
-        self.returns.copy_(torch.where(self.lengths > 0, math.nan, 0.0))
-        return self.begin(self.lengths >= 0, self.draw(self.num_envs, generator=generator)), {}
-
-    def step(self, actions: Tensor, noise: Tensor | None = None) -> tuple:
-        """Actions (N, A), clipped to their space, and a `draw` for the episodes that begin.
-
-        -> obs (N, O), rewards, terminated, truncated (N,), infos: `final_obs` (N, O) is what the
-        step has led to, `episode` its return `r` and length `l`; masks with a _ say where it ended.
-        """
-        actions = actions.clamp(self.low, self.high)
-        self.physics.step(actions)
-        *results, infos = self.settle(actions)
-        ended = infos["_episode"]
-        noise = self.draw(self.num_envs) if noise is None else noise
-        obs = torch.where(ended[:, None], self.begin(ended, noise), infos["final_obs"])
-        return obs, *results, infos
-
-    def settle(self, actions: Tensor) -> tuple:
-        """Judges what the physics has led to -> rewards, terminated, truncated (N,), infos."""
-        position = self.find_position()
-        speed = (position - self.position) / self.dt
-        obs, rewards, terminated = self.judge(self.physics.state, speed, actions)
-        finite = obs.isfinite().all(1) & rewards.isfinite()
-        obs, rewards = obs.where(finite[:, None], 0), rewards.where(finite, 0)
-        terminated = terminated | ~finite
-        self.position.copy_(position)
-        self.broken += (~finite).sum()
-        self.returns += rewards
-        self.lengths += 1
-        truncated = self.lengths >= self.max_steps
-        ended = terminated | truncated
-        infos = {"final_obs": obs, "_final_obs": ended, "_episode": ended}
-        infos["episode"] = {"r": self.returns.clone(), "l": self.lengths.clone()}
-        self.returns.masked_fill_(ended, 0)
-        self.lengths.masked_fill_(ended, 0)
-        return rewards, terminated, truncated, infos
-
-    def begin(self, ended: Tensor, noise: Tensor) -> Tensor:
-        """Begins episodes where `ended` (N,), brings the worlds that move back to x = 0 -> obs."""
-        qpos, qvel = noise.split([len(self.qpos), len(self.qvel)], dim=1)
-        self.physics.begin(ended, self.qpos + qpos, self.qvel + qvel)
-        state, zeros = self.physics.state, torch.zeros_like(noise[:, : len(self.low)])
-        obs, _, _ = self.judge(state, zeros[:, 0], zeros)
-        self.position.copy_(torch.where(ended, self.find_position(), self.position))
-        if self.moves:  # float32 would lose the speed in a large x
-            self.position -= state.qpos[:, 0]
-            state.qpos[:, 0] = 0
-        return obs
-
-    def find_position(self) -> Tensor:
-        """x (N,) in m of what is rewarded for moving: the centre of mass, the torso or the root."""
-        s = self.physics.state
-        if hasattr(s, "xipos"):
-            return s.xipos[:, :, 0] @ self.mass / self.mass.sum()
-        return s.xpos[:, 1, 0] if hasattr(s, "xpos") else s.qpos[:, 0]
+# Networks
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two hidden layers of 64; weights are orthogonal at first, `gain` scales the last layer's."""
-    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
-    for layer, scale in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
+    first = nn.Linear(inputs, 64)
+    second = nn.Linear(64, 64)
+    last = nn.Linear(64, outputs)
+    layers = first, second, last
+    gains = math.sqrt(2), math.sqrt(2), gain
+    for layer, scale in zip(layers, gains, strict=True):
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
-class Batch(NamedTuple):
-    """B steps of a rollout, float32; log_probs and values as they were when it was made."""
-
-    obs: Tensor  # (B, O)
-    actions: Tensor  # (B, A)
-    log_probs: Tensor  # (B,)
-    values: Tensor  # (B,)
-    advantages: Tensor  # (B,)
-    returns: Tensor  # (B,)
+    return nn.Sequential(
+        first,
+        nn.Tanh(),
+        second,
+        nn.Tanh(),
+        last,
+    )
 
 
 class ActorCritic(nn.Module):
@@ -548,21 +265,40 @@ class ActorCritic(nn.Module):
         self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None)
         self.critic = mlp(obs_dim, 1, gain=1.0)
         self.actor_mean = mlp(obs_dim, action_dim, gain=0.01)
-        # wide noise at first throws HalfCheetah on its back, where it would learn to slide
-        self.actor_logstd = nn.Parameter(torch.full((action_dim,), -1.0))
+        # Wide noise at first throws HalfCheetah on its back, where it would learn to slide
+        log_std = torch.full((action_dim,), -1.0)
+        self.actor_logstd = nn.Parameter(log_std)
         self.eval()
 
-    def observe(self, batch: Batch) -> None:
+    def observe(self, batch: "Batch") -> None:
         """Takes a rollout into the statistics, which are otherwise left alone."""
         self.train()
-        self.obs_norm(batch.obs), self.return_norm(batch.returns[:, None])
+        self.obs_norm(batch.obs)
+        self.return_norm(batch.returns[:, None])
         self.eval()
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
-        inputs, returns = self.obs_norm(obs).clamp(-10, 10), self.return_norm
-        values = self.critic(inputs) * returns.running_var.sqrt() + returns.running_mean
-        return self.actor_mean(inputs), self.actor_logstd, values.squeeze(-1)
+        inputs = self.obs_norm(obs).clamp(-10, 10)
+        mean = self.actor_mean(inputs)
+        returns = self.return_norm
+        std = returns.running_var.sqrt()
+        values = self.critic(inputs) * std + returns.running_mean
+        return mean, self.actor_logstd, values.squeeze(-1)
+
+
+# Storage
+
+
+class Batch(NamedTuple):
+    """B steps of a rollout, float32; log_probs and values as they were when it was made."""
+
+    obs: Tensor  # (B, O)
+    actions: Tensor  # (B, A)
+    log_probs: Tensor  # (B,)
+    values: Tensor  # (B,)
+    advantages: Tensor  # (B,)
+    returns: Tensor  # (B,)
 
 
 class Rollout(NamedTuple):
@@ -579,10 +315,14 @@ class Rollout(NamedTuple):
     episode_lengths: Tensor  # (T, N) of the episode so far
 
 
+# Losses
+
+
 def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of actions (B, A) under a diagonal Gaussian -> (B,)."""
     z = (actions - mean) * (-log_std).exp()
-    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+    log_probs = -0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)
+    return log_probs.sum(dim=-1)
 
 
 def compute_gae(
@@ -594,9 +334,11 @@ def compute_gae(
     termination, that of the final observation after a truncation. `ended` is 1 after either.
     """
     deltas = rewards + gamma * next_values - values
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    weights = gamma * lam * (1 - ended)
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + gamma * lam * (1 - ended[t]) * advantage
+        advantage = deltas[t] + weights[t] * advantage
         advantages[t] = advantage
     return advantages
 
@@ -605,31 +347,45 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
     """Clipped surrogate objective (equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
-    return -torch.min(advantages * ratios, advantages * clipped).mean()
+    objectives = torch.min(advantages * ratios, advantages * clipped)
+    return -objectives.mean()
 
 
-def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
-    """Loss of a minibatch (equation 9) -> loss (), METRICS (6,)."""
+def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}."""
     mean, log_std, values = model(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
-    advantages = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std() + 1e-8)
+    advantages = batch.advantages
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    of_value = 0.5 * (values - batch.returns).square().mean() / model.return_norm.running_var[0]
+    errors = (values - batch.returns).square()
+    of_value = 0.5 * errors.mean() / model.return_norm.running_var[0]
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()
-        kl = -log_ratios.mean(), (ratios - 1 - log_ratios).mean()  # joschu.net/blog/kl-approx.html
-        clipped = ((ratios - 1).abs() > args.clip_coef).float().mean()
-        return loss, torch.stack([of_policy, of_value, entropy, *kl, clipped])
+        clipped = (ratios - 1).abs() > args.clip_coef
+        metrics = {
+            "losses/policy_loss": of_policy.detach(),
+            "losses/value_loss": of_value.detach(),
+            "losses/entropy": entropy.detach(),
+            "losses/old_approx_kl": -log_ratios.mean(),
+            "losses/approx_kl": (ratios - 1 - log_ratios).mean(),  # joschu.net/blog/kl-approx.html
+            "losses/clipfrac": clipped.float().mean(),
+        }
+    return loss, metrics
+
+
+# Agent
 
 
 class PPO(nn.Module):
-    """Network, optimizer and gradient steps, which return their metrics as one tensor."""
+    """Network, optimizer and gradient steps, which return what is logged: {name: tensor ()}."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
         super().__init__()
-        self.args, self.model = args, ActorCritic(obs_dim, action_dim).to(device)
+        self.args = args
+        self.model = ActorCritic(obs_dim, action_dim).to(device)
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
         self.optimizers = (self.optimizer,)
 
@@ -638,48 +394,470 @@ class PPO(nn.Module):
         with torch.no_grad():
             mean, log_std, values = self.model(obs)
             actions = mean + log_std.exp() * noise
-            return actions, gaussian_log_prob(actions, mean, log_std), values
+            log_probs = gaussian_log_prob(actions, mean, log_std)
+            return actions, log_probs, values
 
     def value(self, obs: Tensor) -> Tensor:
         """obs (N, O) -> values (N,)."""
         with torch.no_grad():
-            return self.model(obs)[2]
+            _, _, values = self.model(obs)
+            return values
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""
-        estimates = rollout.rewards, rollout.values, rollout.next_values, rollout.ended.float()
-        advantages = compute_gae(*estimates, self.args.gamma, self.args.gae_lambda)
-        columns = *rollout[:4], advantages, advantages + rollout.values
-        return Batch(*(x.flatten(0, 1) for x in columns))
+        advantages = compute_gae(
+            rollout.rewards,
+            rollout.values,
+            rollout.next_values,
+            rollout.ended.float(),
+            self.args.gamma,
+            self.args.gae_lambda,
+        )
+        batch = Batch(
+            obs=rollout.obs,
+            actions=rollout.actions,
+            log_probs=rollout.log_probs,
+            values=rollout.values,
+            advantages=advantages,
+            returns=advantages + rollout.values,
+        )
+        return Batch._make(column.flatten(0, 1) for column in batch)
 
-    def update(self, batch: Batch, index: Tensor) -> Tensor:
-        """One gradient step on the rows in index (B,) -> METRICS (6,)."""
-        loss, metrics = ppo_loss(self.model, Batch(*(x[index] for x in batch)), self.args)
+    def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
+        """One gradient step on the steps of `batch` in index."""
+        minibatch = Batch._make(column[index] for column in batch)
+        loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         return metrics
 
-    def learn(self, batch: Batch, order: Tensor) -> Tensor:
-        """An epoch of minibatches in the order of a permutation (B,) -> METRICS of each (M, 6)."""
+    def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
+        """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
-        return torch.stack([self.update(batch, index) for index in indices])
+        rows = [self.update(batch, index) for index in indices]
+        metrics = {}
+        for name in rows[0]:
+            metrics[name] = torch.stack([row[name] for row in rows])
+        return metrics
 
 
-def evaluate(agent: PPO, args: Args, video: Path | None) -> float:
+# Training
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    on_gpu = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        steps = f"{batch_size:,} steps"
+        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
+    warmup_steps = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    envs = MuJoCoEnvs(args.env_id, args.num_envs, device, args.physics)
+    obs_dim = envs.single_observation_space.shape[0]
+    action_dim = envs.single_action_space.shape[0]
+    agent = PPO(args, obs_dim, action_dim, device)
+    if run.checkpoint:
+        run.restore(agent)
+    obs, _ = envs.reset(seed=args.seed + run.start_step)
+
+    with run:
+        while run.step < run.total_steps:
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / run.total_steps
+            agent.optimizer.param_groups[0]["lr"] = learning_rate
+
+            # 1. Roll out: T steps with the policy as it is.
+            noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
+            starts = envs.draw(args.num_steps, args.num_envs)
+            steps = []
+            for t in range(args.num_steps):
+                with run.stage("inference"):
+                    actions, log_probs, values = agent.act(obs, noise[t])
+                with run.stage("simulation"):
+                    next_obs, rewards, terminated, _, infos = envs.step(actions, starts[t])
+                with run.stage("inference"):
+                    next_values = agent.value(infos["final_obs"]) * ~terminated
+                steps.append(
+                    Rollout(
+                        obs=obs,
+                        actions=actions,
+                        log_probs=log_probs,
+                        values=values,
+                        rewards=rewards,
+                        next_values=next_values,
+                        ended=infos["_episode"],
+                        episode_returns=infos["episode"]["r"],
+                        episode_lengths=infos["episode"]["l"],
+                    )
+                )
+                obs = next_obs  # where an episode ended, already the next episode's first
+            with run.stage("replay"):
+                columns = zip(*steps, strict=True)
+                rollout = Rollout._make(map(torch.stack, columns))
+            run.step += batch_size
+
+            # 2. Learn from it in several epochs.
+            with run.stage("backpropagation"):
+                batch = agent.prepare(rollout)
+                clipfracs = []
+                for _ in range(args.update_epochs):
+                    order = torch.randperm(batch_size, device=device)
+                    metrics = agent.learn(batch, order)
+                    clipfracs.append(metrics["losses/clipfrac"])
+                agent.model.observe(batch)
+                known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
+                returns = rollout.episode_returns[known]  # waits for the device
+                lengths = rollout.episode_lengths[known]
+
+            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
+            row = {}
+            for tag, values in metrics.items():
+                row[tag] = values[-1]
+            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+            unexplained = (batch.returns - batch.values).var()
+            unexplained /= batch.returns.var().clamp(min=1e-12)
+            row["losses/explained_variance"] = 1 - unexplained
+            row["charts/learning_rate"] = learning_rate
+            row["charts/broken_worlds"] = envs.broken
+            overflows = envs.physics.overflow.count_nonzero()  # worlds once at a limit
+            row["charts/overflows"] = overflows
+            if len(returns):
+                row["charts/episodic_return"] = returns.mean()
+                row["charts/episodic_length"] = lengths.mean()
+            run.log(row)
+
+            # 4. Save and evaluate, now and then and at the end.
+            if run.due(args.checkpoint_every, at_end=args.save_model):
+                with run.stage("checkpoint"):
+                    run.save(agent)
+            if run.due(args.eval_every, at_end=args.capture_video):
+                with run.stage("evaluation"):
+                    video = run.dir / f"videos/step-{run.step}"
+                    eval_return = evaluate(agent, args, video)
+                    run.write({"charts/eval_return": eval_return})
+                    line = f"evaluation at {run.step:,}: {eval_return:,.1f}"
+                    run.bar.write(line, file=sys.stderr)
+            run.tick()
+    return run.dir
+
+
+# What a reader may skip: physics, environments and evaluation, then the records around a run
+
+
+# Fields of mujoco.MjData that a step leaves out: mj_rnePostConstraint computes them afterwards
+FORCES = {"cacc", "cfrc_int", "cfrc_ext"}
+
+
+class CPhysics:
+    """N worlds in MuJoCo's C engine: on the CPU, in float64, stepped by a thread per core.
+
+    `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`.
+    """
+
+    def __init__(self, env, num_envs, reads, device):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if num_envs * 20_000 > memory:
+            raise SystemExit(f"--num-envs: {num_envs:,} worlds of 20 kB each do not fit in memory")
+        self.model = model = env.model
+        self.frame_skip = env.frame_skip
+        self.needs_forces = not FORCES.isdisjoint(reads)
+        # MuJoCo's own reset would hide NaN. A robot is one tree of bodies: looking for islands, to
+        # be solved apart, finds nothing
+        disable = mujoco.mjtDisableBit
+        model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
+        # Python's bindings let each part of a step read a clock, for timers that nobody looks at
+        bindings = ctypes.CDLL(mujoco._callbacks.__file__)
+        ctypes.c_void_p.in_dll(bindings, "mjcb_time").value = None
+        # Worlds are rows, which take turns in the MjData of a thread: it stays in the core's cache
+        num_threads = min(os.cpu_count(), num_envs)
+        self.pool = ThreadPoolExecutor(num_threads)
+        self.parts = np.array_split(range(num_envs), num_threads)
+        self.data = [mujoco.MjData(model) for _ in self.parts]
+        kinds = mujoco.mjtState
+        self.kept = kinds.mjSTATE_PHYSICS | kinds.mjSTATE_WARMSTART | kinds.mjSTATE_CTRL
+        size = mujoco.mj_stateSize(model, self.kept)
+        self.worlds = np.zeros((num_envs, size))  # qpos, qvel and what else a step needs
+        self.ctrl = self.worlds[:, -model.nu :]
+        rows = torch.zeros(num_envs, size, device=device)
+        velocities_end = model.nq + model.nv
+        self.state = SimpleNamespace()
+        self.state.qpos = rows[:, : model.nq]
+        self.state.qvel = rows[:, model.nq : velocities_end]
+        self.derived = {}
+        self.copies = [(rows, torch.from_numpy(self.worlds))]  # to float32 on the device
+        for name in reads:
+            shape = num_envs, *getattr(self.data[0], name).shape
+            array = np.zeros(shape)
+            field = torch.zeros(shape, device=device)
+            self.derived[name] = array
+            self.copies.append((field, torch.from_numpy(array)))
+            setattr(self.state, name, field)
+        self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
+
+    def step(self, actions):
+        """Steps each world by a frame skip with actions (N, A), from the x that `state` has."""
+        x = self.state.qpos[:, 0]
+        self.worlds[:, 0] = x.cpu()
+        self.ctrl[:] = actions.cpu()
+        done = self.pool.map(self.step_part, self.data, self.parts)
+        list(done)  # waits, and raises what a thread has raised
+        for field, array in self.copies:
+            field.copy_(array)
+
+    def step_part(self, data, part):
+        for i in part:  # MuJoCo lets the other threads run meanwhile
+            mujoco.mj_setState(self.model, data, self.worlds[i], self.kept)
+            mujoco.mj_step(self.model, data, self.frame_skip)
+            if self.needs_forces:
+                mujoco.mj_rnePostConstraint(self.model, data)
+            self.keep(i, data)
+
+    def keep(self, i, data):
+        """Keeps what is now in `data` as world i."""
+        mujoco.mj_getState(self.model, data, self.worlds[i], self.kept)
+        for name, array in self.derived.items():
+            array[i] = getattr(data, name)
+
+    def begin(self, ended, qpos, qvel):
+        """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
+        data = self.data[0]
+        for i in ended.nonzero()[:, 0].tolist():
+            mujoco.mj_resetData(self.model, data)
+            data.qpos = qpos[i].cpu()
+            data.qvel = qvel[i].cpu()
+            mujoco.mj_forward(self.model, data)
+            self.keep(i, data)
+            for field, array in self.copies:
+                field[i] = array[i]
+
+
+class WarpPhysics:
+    """The same in mujoco_warp: on `device`, in float32, each step a launch of a graph of Warp's."""
+
+    def __init__(self, env, num_envs, reads, device):
+        try:
+            import mujoco_warp as mjw
+            import warp as wp
+        except ImportError as error:
+            raise SystemExit(f"{error}: pip install -r requirements/mujoco-warp.txt") from None
+        # Of all tasks but Humanoid, whose solver Warp lacks, this is the default
+        env.model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
+        env.model.opt.iterations = 100
+        # On steep capsules, Ant's feet, mujoco_warp 4.0.0 takes other directions of friction
+        # than C, by which Ant's velocities differ in the first decimal
+        capsule = mjw._src.collision_primitive_core.plane_capsule.adj
+        capsule.source = capsule.source.replace("b_norm < 0.5", "b_norm < 1e-6")
+        assert "b_norm < 1e-6" in capsule.source, "mujoco_warp has changed: test Ant's feet again"
+        capsule.tree = ast.parse(capsule.source)
+        wp.init()
+        with wp.ScopedDevice(str(device)):
+            try:
+                self.data = mjw.make_data(env.model, nworld=num_envs)
+            except (RuntimeError, ValueError) as error:  # of memory
+                raise SystemExit(f"--num-envs: {num_envs:,} worlds: {error}") from None
+            self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
+            self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
+
+            def run(functions):
+                for function in functions:
+                    function(self.model, self.data)
+
+            def capture(functions):
+                run(functions)  # compiles
+                with wp.ScopedCapture() as recorded:
+                    run(functions)
+
+                def replay():
+                    stream = wp.stream_from_torch() if device.type == "cuda" else None  # torch's
+                    wp.capture_launch(recorded.graph, stream=stream)
+
+                return replay
+
+            steps = [mjw.step] * env.frame_skip
+            if not FORCES.isdisjoint(reads):
+                steps.append(mjw.rne_postconstraint)
+            self.simulate = capture(steps)
+            derive = [mjw.kinematics, mjw.com_pos, mjw.com_vel]
+            self.derive = capture(derive)  # from qpos and qvel
+        self.ctrl = wp.to_torch(self.data.ctrl)  # no copies
+        self.overflow = wp.to_torch(self.data.overflow)  # not 0 once at a limit
+        self.state = SimpleNamespace()
+        self.cleared = [wp.to_torch(self.data.qacc_warmstart)]  # where an episode begins
+        for name in ("qpos", "qvel", *reads):
+            field = wp.to_torch(getattr(self.data, name))
+            setattr(self.state, name, field)
+            self.cleared.append(field.view(num_envs, -1))
+
+    def step(self, actions):
+        self.ctrl.copy_(actions)
+        self.simulate()
+
+    def begin(self, ended, qpos, qvel):
+        rows = ended[:, None]
+        state = self.state
+        qpos = qpos.where(rows, state.qpos)
+        qvel = qvel.where(rows, state.qvel)
+        for field in self.cleared:
+            field.masked_fill_(rows, 0)
+        state.qpos.copy_(qpos)
+        state.qvel.copy_(qvel)
+        self.derive()
+
+
+class MuJoCoEnvs(gym.vector.VectorEnv):
+    """N of Gymnasium's MuJoCo environments in one batch: all tensors are float32 on `device`.
+
+    An episode that ends begins anew in the same step. A world that is no longer finite ends its
+    episode with reward 0 and is counted in `broken`. The first episodes, whose returns are NaN, end
+    early, each at another step, so that later ones do not all end at once.
+    """
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    max_steps = 1000
+
+    def __init__(self, env_id, num_envs, device, physics):
+        if env_id not in TASKS:
+            raise SystemExit(f"--env-id: {env_id} is none of {', '.join(TASKS)}")
+        env = gym.make(env_id).unwrapped
+        self.num_envs = num_envs
+        self.task = TASKS[env_id]
+        self.dt = env.dt
+        self.scale = env._reset_noise_scale
+        self.single_action_space = env.action_space
+        self.single_observation_space = env.observation_space
+        on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
+        kind = WarpPhysics if on_warp else CPhysics
+        self.physics = kind(env, num_envs, self.task.reads, device)
+
+        def to_device(array):
+            return torch.tensor(array, device=device).float()
+
+        self.qpos = to_device(env.init_qpos)
+        self.qvel = to_device(env.init_qvel)
+        self.low = to_device(env.action_space.low)
+        self.high = to_device(env.action_space.high)
+        self.broken = torch.zeros((), device=device)
+        self.returns = torch.zeros(num_envs, device=device)
+        self.lengths = torch.zeros(num_envs, device=device)
+        self.position = torch.zeros(num_envs, device=device)
+
+    def draw(self, *shape, generator=None):
+        """How far from the usual state episodes begin: (*shape, positions and velocities)."""
+        size = len(self.qpos) + len(self.qvel)
+        noise = self.qpos.new_empty(*shape, size)
+        noise.uniform_(-1, 1, generator=generator)
+        if self.task.velocity_noise == "normal":
+            velocities = noise[..., len(self.qpos) :]
+            velocities.normal_(generator=generator)
+        return noise * self.scale
+
+    def reset(self, *, seed=None, options=None):
+        """Starts all episodes, drawn from torch's generator if not by seed -> obs (N, O), {}."""
+        generator = None
+        if seed is not None:
+            generator = torch.Generator(self.qpos.device)
+            generator.manual_seed(seed)
+        noise = self.draw(self.num_envs, generator=generator)
+        worlds = torch.arange(self.num_envs)
+        self.lengths.copy_(worlds * self.max_steps // self.num_envs)
+        self.returns.fill_(0)
+        self.returns.masked_fill_(self.lengths > 0, math.nan)
+        obs = self.begin(self.lengths >= 0, noise)
+        return obs, {}
+
+    def step(self, actions, noise=None):
+        """Actions (N, A), clipped to their space, and a `draw` for the episodes that begin.
+
+        -> obs (N, O), rewards, terminated, truncated (N,), infos: `final_obs` (N, O) is what the
+        step has led to, `episode` its return `r` and length `l`; masks with a _ say where it ended.
+        """
+        actions = actions.clamp(self.low, self.high)
+        self.physics.step(actions)
+        rewards, terminated, truncated, infos = self.settle(actions)
+        ended = infos["_episode"]
+        if noise is None:
+            noise = self.draw(self.num_envs)
+        first_obs = self.begin(ended, noise)
+        obs = first_obs.where(ended[:, None], infos["final_obs"])
+        return obs, rewards, terminated, truncated, infos
+
+    def settle(self, actions):
+        """Judges what the physics has led to -> rewards, terminated, truncated (N,), infos."""
+        state = self.physics.state
+        position = self.task.position(state)
+        speed = (position - self.position) / self.dt
+        obs, rewards, terminated = self.task.judge(state, speed, actions)
+        finite = obs.isfinite().all(1) & rewards.isfinite()
+        obs = obs.where(finite[:, None], 0)
+        rewards = rewards.where(finite, 0)
+        terminated = terminated | ~finite
+        self.position.copy_(position)
+        self.broken += (~finite).sum()
+        self.returns += rewards
+        self.lengths += 1
+        truncated = self.lengths >= self.max_steps
+        ended = terminated | truncated
+        infos = {
+            "final_obs": obs,
+            "_final_obs": ended,
+            "episode": {"r": self.returns.clone(), "l": self.lengths.clone()},
+            "_episode": ended,
+        }
+        self.returns.masked_fill_(ended, 0)
+        self.lengths.masked_fill_(ended, 0)
+        return rewards, terminated, truncated, infos
+
+    def begin(self, ended, noise):
+        """Begins episodes where `ended` (N,), a start from `noise`, x from 0 -> obs (N, O)."""
+        qpos, qvel = noise.tensor_split([len(self.qpos)], dim=1)
+        qpos = self.qpos + qpos
+        qvel = self.qvel + qvel
+        self.physics.begin(ended, qpos, qvel)
+        state = self.physics.state
+        actions = noise.new_zeros(self.num_envs, len(self.low))
+        speed = actions[:, 0]
+        obs, _, _ = self.task.judge(state, speed, actions)
+        position = self.task.position(state)
+        self.position.copy_(position.where(ended, self.position))
+        if not self.task.observes_x:  # float32 would lose the speed in a large x
+            x = state.qpos[:, 0]
+            self.position -= x
+            x.zero_()
+        return obs
+
+
+def evaluate(agent: PPO, args: Args, video: Path) -> float:
     """Mean return of K of Gymnasium's own episodes from always the same starts, without noise."""
-    makers = [lambda: gym.make(args.env_id)] * args.eval_episodes
-    if video is not None:
+
+    def make_env() -> gym.Env:
         env = gym.make(args.env_id, render_mode="rgb_array")
-        makers[0] = lambda: gym.wrappers.RecordVideo(env, str(video), lambda i: i == 0)
+        return gym.wrappers.ClipAction(env)
+
+    def make_filmed_env() -> gym.Env:
+        env = make_env()
+        return gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+
+    makers = [make_env] * args.eval_episodes
+    if args.capture_video:
+        makers[0] = make_filmed_env
     envs = gym.vector.SyncVectorEnv(makers)
-    noise = torch.zeros(envs.action_space.shape, device=agent.model.actor_logstd.device)
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    returns = np.zeros(args.eval_episodes)
+    running = np.ones(args.eval_episodes, dtype=bool)
+    unseen = args.seed + 2**31  # not the states of training
+    obs, _ = envs.reset(seed=unseen)
     while running.any():  # each has a time limit
-        actions, _, _ = PPO.act(agent, torch.as_tensor(obs).to(noise), noise)
-        actions = actions.cpu().numpy().clip(envs.action_space.low, envs.action_space.high)
+        inputs = torch.as_tensor(obs).to(agent.model.actor_logstd)
+        with torch.no_grad():
+            actions, _, _ = agent.model(inputs)
+        actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
@@ -687,165 +865,257 @@ def evaluate(agent: PPO, args: Args, video: Path | None) -> float:
     return float(returns.mean())
 
 
-def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
-    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
-    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
-    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
-    checkpoint["agent"] = agent.state_dict()
-    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
-    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    with path.with_suffix(".partial").open("wb") as file:
-        torch.save(checkpoint, file)
+# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
+MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
+
+
+class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        self.mode = mode
+        self.on_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.warmup_steps = warmup_steps
+        self.trace_after = trace_after
+        self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
+        self.warmup_seconds = self.profiler = self.result = None
+        self.born = perf_counter()
+        self.env_steps = 0
+        self.begin_window()
+
+    def begin_window(self):  # at construction and after the warm-up
+        self.seconds = Counter()
+        self.open = ["untracked"]
+        self.ranges = []  # of the profiler, one per open stage
+        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
+        self.sampled = False
+        self.nvml = []
+        self.first_step = self.env_steps
+        self.iterations = 0
+        self.start = self.since = perf_counter()
+
+    def charge(self):  # the time since the last call belongs to the innermost open stage
+        now = perf_counter()
+        self.seconds[self.open[-1]] += now - self.since
+        self.since = now
+        if self.sampled:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.sample.append((self.open[-1], event))
+
+    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
+        if self.mode == "off" and name != "evaluation":
+            return nullcontext()
+        self.charge()
+        self.open.append(name)
+        if self.profiler:
+            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
+        return self
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        if self.ranges:
+            self.ranges.pop().__exit__(*error)
+        self.charge()
+        self.open.pop()
+
+    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
+        self.charge()
+        if self.sampled:
+            self.samples.append(self.sample)
+        self.env_steps = env_steps
+        self.iterations += 1
+        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure(env_steps)["seconds"]
+            self.begin_window()
+        elif self.profiler:
+            self.profiler.step()
+        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
+            self.result = self.measure(env_steps)
+            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        if self.sampled:
+            self.sample = []
+            self.charge()
+            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
+
+    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+        self.synchronize()  # what is still queued belongs to it
+        self.charge()
+        steps = env_steps - self.first_step
+        seconds = self.since - self.start - self.seconds["evaluation"]
+        return {
+            "sps": env_steps / (self.since - self.born),
+            "sps_steady": self.warmup_seconds and steps / seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "env_steps": steps,
+            "iterations": self.iterations,
+            "seconds": seconds,
+            "stages": dict(self.seconds),
+        }
+
+    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+        report = self.result or self.measure(self.env_steps)
+        report["wall_seconds"] = perf_counter() - self.born
+        report["nvml_percent"] = self.nvml
+        report["gpu_stages"] = Counter()
+        for sample in self.samples:
+            for (_, first), (name, last) in pairwise(sample):
+                share = report["iterations"] / len(self.samples)  # of all that were not sampled
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+        with replacing(path) as file:
+            file.write(json.dumps(report, indent=2).encode())
+        for name, seconds in report["stages"].items():
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
+        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
+        return report
+
+
+class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
+    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
+        self.args = args
+        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
+        self.steps_per_iteration = steps_per_iteration
+        self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
+        if self.step >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        self.stage = self.watch.stage
+        self.episodic_return = math.nan
+
+    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
+        agent.load_state_dict(self.checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        cpu_state, *gpu_states = self.checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
+
+    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
+        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
+        checkpoint["made_by"] = Path(__file__).name
+        checkpoint["args"] = vars(self.args)
+        checkpoint["global_step"] = self.step
+        checkpoint["agent"] = agent.state_dict()
+        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        with replacing(self.dir / "checkpoint.pt") as file:
+            torch.save(checkpoint, file)
+
+    def __enter__(self):  # makes the run directory and opens its records
+        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, signal.default_int_handler)
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
+        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {
+            "args": vars(args),
+            "command": " ".join(sys.argv),
+            "versions": {"torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+        }
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
+        if args.track:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.dir.name,
+                resume="allow",
+                config=config,
+                sync_tensorboard=True,
+            )
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
+
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run
+        self.writer.close()
+        self.bar.close()
+        self.watch.report(self.dir / f"stages{self.suffix}")
+        if kind is KeyboardInterrupt:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
+
+    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
+        if self.step >= self.total_steps:
+            return at_end or every > 0
+        return every > 0 and self.step % every < self.steps_per_iteration
+
+    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
+        row = {}
+        with self.stage("backpropagation"):  # whose work the first of these reads waits for
+            for tag, value in metrics.items():
+                row[tag] = float(value)
+                if not math.isfinite(row[tag]):
+                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
+        with self.stage("logging"):
+            speed = self.watch.measure(self.step - self.start_step)
+            row["charts/SPS"] = speed["sps"]
+            if speed["sps_steady"]:
+                row["charts/SPS_steady"] = speed["sps_steady"]
+                row["charts/warmup_seconds"] = speed["warmup_seconds"]
+            self.write(row)
+            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+
+    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
+        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+
+    def tick(self):  # ends an iteration, outside of every stage
+        self.watch.tick(self.step - self.start_step)
+
+
+def parse_args(kind):  # with --resume, flags that are not given stay as they were
+    args = tyro.cli(kind)
+    if args.resume:
+        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
+    return args
+
+
+def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
+    path = Path(args.resume, "checkpoint.pt")
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True)
+        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+    except Exception:
+        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    return found
+
+
+@contextmanager
+def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    path.with_suffix(".partial").replace(path)
+    partial.replace(path)
 
 
-def load(path: Path) -> dict:
-    """What `save` has written, its tensors on the CPU."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-    if checkpoint.get("script") != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
-        raise SystemExit(f"--resume: {path.parent} has no checkpoint of this version of {SCRIPT}")
-    return checkpoint
-
-
-def main(args: Args) -> Path:
-    """Trains and returns the run directory."""
-    check_args(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-            signal.signal(number, signal.default_int_handler)
-    checkpoint = load(Path(args.resume, "checkpoint.pt")) if args.resume else None
-    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
-    batch_size = args.num_envs * args.num_steps
-    total_timesteps = args.total_timesteps // batch_size * batch_size
-    if start_step >= total_timesteps:
-        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    warmup_steps = STEADY_AFTER * batch_size
-    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-
-    envs = MuJoCoEnvs(args.env_id, args.num_envs, device, args.physics)
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-    agent, episodic_return = PPO(args, obs_dim, action_dim, device), math.nan
-
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
-        torch.set_rng_state(checkpoint["generators"][0])
-        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
-        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
-    obs, _ = envs.reset(seed=args.seed + start_step)
-
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
-    config = {"args": asdict(args), "command": " ".join(sys.argv)}
-    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
-    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
-    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
-    bar = tqdm.tqdm(total=total_timesteps, initial=start_step, unit="step")
-
-    def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
-        last = global_step >= total_timesteps
-        return every > 0 and (last or global_step % every < batch_size)
-
-    try:
-        while global_step < total_timesteps:
-            share_done = global_step / total_timesteps if args.anneal_lr else 0
-            learning_rate = args.learning_rate * (1 - share_done)
-            agent.optimizer.param_groups[0]["lr"] = learning_rate
-
-            # 1. Roll out: T steps with the policy as it is.
-            shape, rows = (args.num_steps, args.num_envs), []
-            noise = torch.randn(*shape, action_dim, device=device)
-            starts = envs.draw(*shape)
-            for t in range(args.num_steps):
-                with watch.stage("inference"):
-                    actions, log_probs, values = agent.act(obs, noise[t])
-                with watch.stage("simulation"):
-                    next_obs, rewards, terminated, _, infos = envs.step(actions, starts[t])
-                with watch.stage("inference"):
-                    next_values = agent.value(infos["final_obs"]) * ~terminated
-                row = obs, actions, log_probs, values, rewards, next_values
-                rows.append((*row, infos["_episode"], *infos["episode"].values()))
-                obs = next_obs  # where an episode ended, already the next episode's first
-            with watch.stage("replay"):
-                rollout = Rollout(*map(torch.stack, zip(*rows, strict=True)))
-            global_step += batch_size
-
-            # 2. Learn from it in several epochs.
-            with watch.stage("backpropagation"):
-                batch, metrics = agent.prepare(rollout), []
-                for _ in range(args.update_epochs):
-                    metrics.append(agent.learn(batch, torch.randperm(batch_size, device=device)))
-                agent.model.observe(batch)
-                losses = *metrics[-1][-1, :-1], torch.cat(metrics)[:, -1].mean()  # clipfrac of all
-                explained = 1 - (batch.returns - batch.values).var() / batch.returns.var()
-                known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
-                of_ended = torch.stack(rollout[-2:]).where(known, math.nan).nanmean(dim=(1, 2))
-                overflows = envs.physics.overflow.count_nonzero()  # worlds once at a limit
-                numbers = torch.stack([*losses, explained, *of_ended, envs.broken, overflows])
-                *losses, explained, returns, length, broken, overflows = numbers.tolist()  # waits
-
-            # 3. Log.
-            with watch.stage("logging"):
-                if not np.isfinite(losses).all():
-                    raise SystemExit(f"step {global_step:,}: losses are not finite: {losses}")
-                sps, steady_sps = watch.speed(global_step - start_step)
-                writer.add_scalar("charts/SPS", sps, global_step)
-                if steady_sps:
-                    writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                    writer.add_scalar("charts/warmup_seconds", watch.warmup_seconds, global_step)
-                writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                writer.add_scalar("losses/explained_variance", explained, global_step)
-                for tag, value in zip(METRICS, losses, strict=True):
-                    writer.add_scalar(f"losses/{tag}", value, global_step)
-                if not math.isnan(returns):
-                    episodic_return = returns
-                    writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                    writer.add_scalar("charts/episodic_length", length, global_step)
-                writer.add_scalar("charts/broken_worlds", broken, global_step)
-                writer.add_scalar("charts/overflows", overflows, global_step)
-                bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
-                bar.update(global_step - bar.n)
-
-            # 4. Save and evaluate, now and then and at the end.
-            last = global_step >= total_timesteps
-            if due(args.checkpoint_every) or args.save_model and last:
-                with watch.stage("checkpoint"):
-                    save(run_dir / "checkpoint.pt", agent, global_step)
-            if due(args.eval_every) or args.capture_video and last:
-                with watch.stage("evaluation"):
-                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
-                    eval_return = evaluate(agent, args, video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
-            watch.tick(global_step - start_step)
-    except KeyboardInterrupt:
-        raise SystemExit(f"interrupted after {global_step:,} steps") from None
-    finally:
-        bar.close()
-        writer.close()
-        watch.report(run_dir / f"stages{suffix}")
-    return run_dir
+# <<< run <<<
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if args.resume:  # flags that are not given stay as they were
-        args = tyro.cli(Args, default=Args(**load(Path(args.resume, "checkpoint.pt"))["args"]))
-    main(args)
+    main(parse_args(Args))

@@ -21,8 +21,12 @@ import re
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -71,182 +75,49 @@ class Args:
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
 
 
-# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import json  # noqa: E402, F811
-import sys  # noqa: E402, F811
-from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from time import perf_counter  # noqa: E402, F811
-
-import torch  # noqa: E402, F811
-
-
-class Stage:
-    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
-
-    def __init__(self, watch):
-        self.watch, self.seconds, self.count = watch, 0.0, 0
-
-    def __enter__(self):
-        watch, now = self.watch, perf_counter()
-        watch.open[-1].seconds += now - watch.since
-        watch.since = now
-        watch.open.append(self)
-
-    def __exit__(self, kind, value, traceback):
-        watch, now = self.watch, perf_counter()
-        watch.open.pop().seconds += now - watch.since
-        watch.since = now
-        self.count += 1
-
-
-class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
-
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
-        self._begin_window()
-        self.course = self._course(warmup_steps, trace_after, trace_iterations)
-
-    def tick(self, env_steps):
-        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
-        with self.untracked:  # an entry is an iteration
-            self.env_steps = env_steps
-        next(self.course, None)
-
-    def speed(self, env_steps):
-        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
-        now = perf_counter()
-        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
-        return env_steps / (now - self.born), self.warmup_seconds and steady
-
-    def report(self, path):
-        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
-        self.course.close()  # gives up a trace that is not complete
-        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
-        report["wall_seconds"] = perf_counter() - self.born
-        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        path.write_text(json.dumps(report, indent=2))
-        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
-        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
-        for name, stage in report["stages"].items():
-            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
-            gpu = "" if span is None else f"{span / steps:14,.1f}"
-            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
-        numbers = (report | report["gpu"]).items()
-        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
-        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
-        if trace:  # last, because it takes seconds, in which Ctrl-C may come
-            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
-        return report
-
-    def _course(self, warmup_steps, trace_after, trace_iterations):
-        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
-        while self.env_steps < warmup_steps:
-            yield
-        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
-        self._begin_window()
-        while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
-            self.stage = self._between_events if sampled else self.contexts.__getitem__
-            yield
-            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
-                self.asked = perf_counter()
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
-        self.result, self.stage = self._end_window(), self.contexts.__getitem__
-        with torch.profiler.profile() as self.profiler:
-            yield  # an iteration that pays for the profiler's buffers
-            first_step, self.stage = self.env_steps, self._annotated
-            with torch.profiler.record_function("stopwatch:untracked"):
-                for _ in range(trace_iterations):
-                    yield
-                self.synchronize()
-        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
-
-    def _begin_window(self):
-        """Counts anew: at construction and at the end of the warm-up."""
-        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
-        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
-        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
-        self.contexts, self.open = dict(self.stages), [self.untracked]
-        if self.mode == "off":  # but for the evaluation, which is never part of a window
-            self.contexts |= dict.fromkeys(names, nullcontext())
-        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
-        self.first_step, self.spans, self.nvml = self.env_steps, [], []
-        self.synchronize()
-        self.start = self.since = self.asked = perf_counter()
-
-    def _end_window(self):
-        """What the steady window or, if the warm-up did not end, the whole run has to say."""
-        self.synchronize()  # GPU work still queued belongs to the window
-        steady, stages = self.speed(self.env_steps)[1], {}
-        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
-        window["iterations"] = self.untracked.count
-        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
-        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
-        for name, stage in self.stages.items() if self.mode != "off" else ():
-            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
-            span = sum(spans) / len(spans) * stage.count if spans else None
-            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
-        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
-        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
-        return run | {"window": window, "stages": stages, "gpu": gpu}
-
-    @contextmanager
-    def _between_events(self, name):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        with self.contexts[name]:
-            yield
-        last.record()
-        self.spans.append((name, first, last))
-
-    @contextmanager
-    def _annotated(self, name):
-        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
-            yield
-
-
-# <<< stopwatch <<<
-
-
-SCRIPT = Path(__file__).name
-METRICS = ("qf1_loss", "qf2_loss", "qf_loss", "qf1_values", "qf2_values")  # of update_critic
-METRICS += ("actor_loss", "alpha_loss", "alpha", "entropy")  # of update_actor
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
 STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # the range of the policy's log_std, as in CleanRL
 
 
-def check_args(args: Args) -> None:
-    """What a user gets wrong, in one line each; libraries' own errors say the rest."""
-    may_be_zero = ("seed", "checkpoint_every", "eval_every", "policy_lr", "q_lr", "gamma", "tau")
-    for name, x in asdict(args).items():
-        if type(x) in (int, float) and not (0 < x < 1e12 or x == 0 and name in may_be_zero):
-            raise SystemExit(f"--{name.replace('_', '-')}: {x} is out of range")
+# Environment
 
 
-def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.SyncVectorEnv:
+def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.VectorEnv:
     """N environments that reset in the step that ends an episode; `video` films the first one."""
 
-    def make_env(index: int) -> gym.Env:
-        films = video is not None and index == 0
-        env = gym.make(env_id, render_mode="rgb_array") if films else gym.make(env_id)
-        if films:
-            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-        return gym.wrappers.RecordEpisodeStatistics(env)
+    def make_env() -> gym.Env:
+        return gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
 
-    makers = [lambda i=i: make_env(i) for i in range(num_envs)]
-    return gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    def make_filmed_env() -> gym.Env:
+        env = gym.make(env_id, render_mode="rgb_array")
+        return gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+
+    makers = [make_env] * num_envs
+    if video is not None:
+        makers[0] = make_filmed_env
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+    envs = gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
+    actions = envs.single_action_space
+    flat_obs = len(envs.single_observation_space.shape or ()) == 1
+    flat_actions = isinstance(actions, Box) and len(actions.shape) == 1
+    if not (flat_obs and flat_actions and actions.is_bounded()):
+        raise SystemExit("--env-id: needs flat observations and bounded, flat continuous actions")
+    return envs
+
+
+# Networks
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
     """A network with two hidden layers of 256."""
-    hidden = (nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
-    return nn.Sequential(*hidden, nn.Linear(256, outputs))
+    return nn.Sequential(
+        nn.Linear(inputs, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, outputs),
+    )
 
 
 class TwinQ(nn.ModuleList):
@@ -255,7 +126,8 @@ class TwinQ(nn.ModuleList):
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """obs (B, O), actions (B, A) -> values (2, B)."""
         x = torch.cat([obs, actions], dim=-1)
-        return torch.stack([network(x) for network in self]).squeeze(-1)
+        values = [network(x) for network in self]
+        return torch.stack(values).squeeze(-1)
 
 
 class Actor(nn.Module):
@@ -263,10 +135,12 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, action_space: Box):
         super().__init__()
-        self.network = mlp(obs_dim, 2 * action_space.shape[0])
-        low, high = torch.tensor(action_space.low), torch.tensor(action_space.high)
-        self.register_buffer("action_scale", ((high - low) / 2).float())
-        self.register_buffer("action_bias", ((high + low) / 2).float())
+        action_dim = action_space.shape[0]
+        self.network = mlp(obs_dim, 2 * action_dim)
+        low = torch.tensor(action_space.low).float()
+        high = torch.tensor(action_space.high).float()
+        self.register_buffer("action_scale", (high - low) / 2)
+        self.register_buffer("action_bias", (high + low) / 2)
 
     def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Reparameterized actions and their log-probabilities (paper, appendix C).
@@ -275,12 +149,18 @@ class Actor(nn.Module):
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.
         """
         mean, log_std = self.network(obs).chunk(2, dim=-1)
-        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1)
+        share = (torch.tanh(log_std) + 1) / 2  # of the way from LOG_STD_MIN to LOG_STD_MAX
+        log_std = LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * share
         x = mean + log_std.exp() * noise
-        log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-        log_jacobian = 2 * (math.log(2) - x - F.softplus(-2 * x)) + self.action_scale.log()
-        actions = torch.tanh(x) * self.action_scale + self.action_bias
-        return actions, (log_normal - log_jacobian).sum(dim=-1)
+        squashed = torch.tanh(x)
+        actions = squashed * self.action_scale + self.action_bias
+        log_probs = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        log_probs = log_probs - 2 * (math.log(2) - x - F.softplus(-2 * x))
+        log_probs = log_probs - self.action_scale.log()
+        return actions, log_probs.sum(dim=-1)
+
+
+# Storage
 
 
 class Batch(NamedTuple):
@@ -297,56 +177,80 @@ class ReplayBuffer:
     """Ring of the last transitions on `device`: 4 (2 O + A + 2) bytes each."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
-        self.capacity = max(args.buffer_size // args.num_envs, 1) * args.num_envs  # whole steps
-        self.args, self.position, self.size = args, 0, 0
-        shapes = (obs_dim,), (action_dim,), (obs_dim,), (), ()
-        self.data = Batch(*(torch.empty(self.capacity, *s, device=device) for s in shapes))
+        self.args = args
+        whole_steps = max(args.buffer_size // args.num_envs, 1)
+        self.capacity = whole_steps * args.num_envs
+        self.position = 0
+        self.size = 0
+        self.data = Batch(
+            obs=torch.empty(self.capacity, obs_dim, device=device),
+            actions=torch.empty(self.capacity, action_dim, device=device),
+            next_obs=torch.empty(self.capacity, obs_dim, device=device),
+            rewards=torch.empty(self.capacity, device=device),
+            terminated=torch.empty(self.capacity, device=device),
+        )
 
-    def add(self, *fields: np.ndarray | Tensor) -> None:
-        """Stores N transitions: fields (N, ...) in the order of `Batch`, of any type."""
-        end = self.position + len(fields[0])
-        for stored, new in zip(self.data, fields, strict=True):
-            stored[self.position : end] = torch.as_tensor(new, dtype=torch.float32)
+    def add(self, transitions: Batch) -> None:
+        """Stores N transitions, whose fields (N, ...) may be arrays or tensors of any type."""
+        end = self.position + self.args.num_envs
+        for stored, new in zip(self.data, transitions, strict=True):
+            new = torch.as_tensor(new, dtype=torch.float32)
+            stored[self.position : end] = new
         self.size = max(self.size, end)
         self.position = end % self.capacity
 
     def sample(self) -> Batch:
         """B transitions drawn uniformly with replacement."""
-        index = torch.randint(self.size, (self.args.batch_size,), device=self.data.obs.device)
-        return Batch(*(stored[index] for stored in self.data))
+        shape = (self.args.batch_size,)
+        index = torch.randint(self.size, shape, device=self.data.obs.device)
+        return Batch._make(stored[index] for stored in self.data)
 
     def state_dict(self) -> dict:
-        data = [x[: self.size].to("cpu", copy=True) for x in self.data]  # not the storage of all
+        data = {}
+        for name, stored in self.data._asdict().items():
+            data[name] = stored[: self.size].to("cpu", copy=True)  # not the memory of all
         return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
-        self.position = state["position"] % self.capacity // self.args.num_envs * self.args.num_envs
-        self.size = min(len(state["data"][0]), self.capacity)  # what fits
-        for stored, saved in zip(self.data, state["data"], strict=True):
+        self.size = min(len(state["data"]["obs"]), self.capacity)  # what fits
+        for name, saved in state["data"].items():
+            stored = getattr(self.data, name)
             stored[: self.size] = saved[: self.size]
+        whole_steps = state["position"] % self.capacity // self.args.num_envs
+        self.position = whole_steps * self.args.num_envs
+
+
+# Losses
 
 
 def critic_loss(agent: "SAC", batch: Batch, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Soft Bellman error of each Q-network (equation 5, doubled) -> losses (2,), values (2, B)."""
     with torch.no_grad():
         next_actions, next_log_probs = agent.actor.sample(batch.next_obs, noise)
-        next_q = agent.qf_target(batch.next_obs, next_actions).amin(dim=0)  # (B,)
-        next_values = next_q - agent.log_alpha.exp() * next_log_probs
+        next_q = agent.qf_target(batch.next_obs, next_actions)  # (2, B)
+        next_values = next_q.amin(dim=0) - agent.log_alpha.exp() * next_log_probs
         targets = batch.rewards + gamma * (1 - batch.terminated) * next_values
     values = agent.qf(batch.obs, batch.actions)
-    return (values - targets).square().mean(dim=1), values
+    losses = (values - targets).square().mean(dim=1)
+    return losses, values
 
 
 def actor_loss(agent: "SAC", obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Distance of the policy to Q's Boltzmann policy (equation 9) -> loss (), log_probs (B,)."""
     actions, log_probs = agent.actor.sample(obs, noise)
     values = agent.qf(obs, actions).amin(dim=0)
-    return (agent.log_alpha.exp().detach() * log_probs - values).mean(), log_probs
+    alpha = agent.log_alpha.exp().detach()
+    loss = (alpha * log_probs - values).mean()
+    return loss, log_probs
 
 
 def alpha_loss(log_alpha: Tensor, log_probs: Tensor, target_entropy: float) -> Tensor:
     """Dual objective of the entropy constraint (equation 18) -> loss ()."""
-    return (-log_alpha.exp() * (log_probs.detach() + target_entropy)).mean()
+    surplus = -log_probs.detach() - target_entropy  # of entropy
+    return (log_alpha.exp() * surplus).mean()
+
+
+# Agent
 
 
 def gradient_step(loss: Tensor, optimizer: Adam) -> None:
@@ -357,14 +261,16 @@ def gradient_step(loss: Tensor, optimizer: Adam) -> None:
 
 
 class SAC(nn.Module):
-    """Networks, optimizers and gradient steps, which return their metrics as one tensor."""
+    """Networks, optimizers and gradient steps, which return what is logged: {name: tensor ()}."""
 
     def __init__(self, args: Args, obs_dim: int, action_space: Box, device: torch.device):
         super().__init__()
         action_dim = action_space.shape[0]
-        self.args, self.target_entropy = args, -float(action_dim)
+        self.args = args
+        self.target_entropy = -float(action_dim)
         self.actor = Actor(obs_dim, action_space)
-        self.qf = TwinQ(mlp(obs_dim + action_dim, 1) for _ in range(2))
+        q_networks = [mlp(obs_dim + action_dim, 1) for _ in range(2)]
+        self.qf = TwinQ(q_networks)
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
         log_alpha = 0.0 if args.autotune else math.log(args.alpha)
         self.log_alpha = nn.Parameter(torch.tensor([log_alpha]))
@@ -377,41 +283,181 @@ class SAC(nn.Module):
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
         with torch.no_grad():
-            return self.actor.sample(obs, noise)[0]
+            actions, _ = self.actor.sample(obs, noise)
+            return actions
 
-    def update_critic(self, batch: Batch, noise: Tensor) -> Tensor:
-        """One step of both Q-networks -> the first METRICS (5,)."""
+    def update_critic(self, batch: Batch, noise: Tensor) -> dict[str, Tensor]:
+        """One step of both Q-networks."""
         losses, values = critic_loss(self, batch, noise, self.args.gamma)
         gradient_step(losses.sum(), self.q_optimizer)
-        return torch.cat([losses, losses.mean(0, keepdim=True), values.mean(dim=1)]).detach()
+        losses = losses.detach()
+        mean_values = values.detach().mean(dim=1)
+        return {
+            "losses/qf1_loss": losses[0],
+            "losses/qf2_loss": losses[1],
+            "losses/qf_loss": losses.mean(),
+            "losses/qf1_values": mean_values[0],
+            "losses/qf2_values": mean_values[1],
+        }
 
-    def update_actor(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """One step of the policy, then one of the temperature -> the other METRICS (4,)."""
+    def update_actor(self, obs: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """One step of the policy, then one of the temperature."""
         loss, log_probs = actor_loss(self, obs, noise)
         gradient_step(loss, self.actor_optimizer)
         temperature_loss = alpha_loss(self.log_alpha, log_probs, self.target_entropy)
-        alpha = self.log_alpha.exp()[0]
+        alpha = self.log_alpha.detach().exp()[0]
         if self.args.autotune:
             gradient_step(temperature_loss, self.alpha_optimizer)
-        return torch.stack([loss, temperature_loss, alpha, -log_probs.mean()]).detach()
+        return {
+            "losses/actor_loss": loss.detach(),
+            "losses/alpha_loss": temperature_loss.detach(),
+            "losses/alpha": alpha,
+            "losses/entropy": -log_probs.detach().mean(),
+        }
 
     def update_target(self) -> None:
         """Polyak averaging of the target networks."""
+        targets = self.qf_target.parameters()
+        parameters = self.qf.parameters()
         with torch.no_grad():
-            pairs = zip(self.qf_target.parameters(), self.qf.parameters(), strict=True)
-            for target, online in pairs:
-                target.lerp_(online, self.args.tau)
+            for target, parameter in zip(targets, parameters, strict=True):
+                target.lerp_(parameter, self.args.tau)
+
+    def update(self, batch: Batch, actor_due: bool, target_due: bool) -> dict[str, Tensor]:
+        """One step of the Q-networks, and of the rest where it is due."""
+        metrics = self.update_critic(batch, torch.randn_like(batch.actions))
+        if actor_due:
+            for _ in range(self.args.policy_frequency):  # as many steps as updates since
+                metrics |= self.update_actor(batch.obs, torch.randn_like(batch.actions))
+        if target_due:
+            self.update_target()
+        return metrics
 
 
-def evaluate(agent: SAC, args: Args, video: Path | None) -> float:
+# Training
+
+
+def main(args: Args) -> Path:
+    """Trains and returns the run directory."""
+    on_gpu = args.cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    warmup_steps = args.learning_starts + int(STEADY_AFTER / args.utd_ratio)
+    run = Run(args, device, args.num_envs, warmup_steps)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+
+    envs = make_envs(args.env_id, args.num_envs)
+    obs_dim = envs.single_observation_space.shape[0]
+    action_dim = envs.single_action_space.shape[0]
+    agent = SAC(args, obs_dim, envs.single_action_space, device)
+    rb = ReplayBuffer(args, obs_dim, action_dim, device)
+    if run.checkpoint:
+        run.restore(agent)
+        rb.load_state_dict(run.checkpoint["replay"])
+    seed = args.seed + run.start_step
+    envs.action_space.seed(seed)
+    obs, _ = envs.reset(seed=seed)
+    learning_steps = max(run.start_step - args.learning_starts, 0)
+    num_updates = int(learning_steps * args.utd_ratio)
+    metrics = {}  # of the last updates
+
+    with run:
+        while run.step < run.total_steps:
+            # 1. Act: uniformly at random at first, then by the policy.
+            with run.stage("inference"):  # reading the actions waits for earlier updates, too
+                if run.step < args.learning_starts:
+                    actions = envs.action_space.sample()
+                else:
+                    inputs = torch.as_tensor(obs, dtype=torch.float32)
+                    inputs = inputs.to(device, non_blocking=True)
+                    noise = torch.randn(args.num_envs, action_dim, device=device)
+                    actions = agent.act(inputs, noise)
+                    actions = actions.cpu().numpy()
+
+            # 2. Learn from what the replay buffer holds.
+            learning_steps = run.step + args.num_envs - args.learning_starts
+            due_updates = int(learning_steps * args.utd_ratio)
+            while run.step >= args.learning_starts and num_updates < due_updates:
+                num_updates += 1
+                with run.stage("replay"):
+                    batch = rb.sample()
+                with run.stage("backpropagation"):
+                    actor_due = num_updates % args.policy_frequency == 0
+                    target_due = num_updates % args.target_network_frequency == 0
+                    metrics |= agent.update(batch, actor_due, target_due)
+
+            # 3. Step the environments.
+            with run.stage("simulation"):
+                next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+
+            # 4. Store. Where an episode ended, next_obs is already the next episode's first.
+            with run.stage("replay"):
+                ended = np.flatnonzero(terminated | truncated)
+                last_obs = next_obs.copy()
+                for i in ended:
+                    last_obs[i] = infos["final_obs"][i]
+                total = actions.sum() + last_obs.sum() + rewards.sum()
+                if not math.isfinite(total):
+                    raise SystemExit(f"step {run.step:,}: action, obs or reward is not finite")
+                rb.add(
+                    Batch(
+                        obs=obs,
+                        actions=actions,
+                        next_obs=last_obs,
+                        rewards=rewards,
+                        terminated=terminated,
+                    )
+                )
+                obs = next_obs
+            run.step += args.num_envs
+
+            # 5. Log.
+            with run.stage("logging"):
+                for i in ended:
+                    episode = infos["final_info"]["episode"]
+                    run.write(
+                        {
+                            "charts/episodic_return": episode["r"][i],
+                            "charts/episodic_length": episode["l"][i],
+                        }
+                    )
+            if run.due(LOG_EVERY):
+                run.log(metrics)
+
+            # 6. Save and evaluate, now and then and at the end.
+            if run.due(args.checkpoint_every, at_end=args.save_model):
+                with run.stage("checkpoint"):
+                    run.save(agent, replay=rb.state_dict())
+            if run.due(args.eval_every, at_end=args.capture_video):
+                with run.stage("evaluation"):
+                    video = run.dir / f"videos/step-{run.step}"
+                    eval_return = evaluate(agent, args, video)
+                    run.write({"charts/eval_return": eval_return})
+                    line = f"evaluation at {run.step:,}: {eval_return:,.1f}"
+                    run.bar.write(line, file=sys.stderr)
+            run.tick()
+    return run.dir
+
+
+# What a reader may skip: evaluation, then the records around a run
+
+
+def evaluate(agent: SAC, args: Args, video: Path) -> float:
     """Mean return of K episodes from always the same starts, acting without noise."""
+    if not args.capture_video:
+        video = None
     envs = make_envs(args.env_id, args.eval_episodes, video)
-    noise = torch.zeros(envs.action_space.shape, device=agent.log_alpha.device)
-    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
-    obs, _ = envs.reset(seed=args.seed + 2**31)  # not the states of training
+    device = agent.log_alpha.device
+    noise = torch.zeros(envs.action_space.shape, device=device)
+    returns = np.zeros(args.eval_episodes)
+    running = np.ones(args.eval_episodes, dtype=bool)
+    unseen = args.seed + 2**31  # not the states of training
+    obs, _ = envs.reset(seed=unseen)
     for _ in range(50_000):  # an episode without end counts with its return so far
-        actions = SAC.act(agent, torch.as_tensor(obs).to(noise), noise)  # agent.act may be compiled
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        inputs = torch.as_tensor(obs).to(noise)  # its type and device
+        actions = SAC.act(agent, inputs, noise)  # agent.act may be compiled
+        actions = actions.cpu().numpy()
+        obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
         if not running.any():
@@ -420,181 +466,257 @@ def evaluate(agent: SAC, args: Args, video: Path | None) -> float:
     return float(returns.mean())
 
 
-def save(path: Path, agent: nn.Module, global_step: int, **more: object) -> None:
-    """Writes all or nothing: whenever the process dies, there is a whole file, old or new."""
-    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-        raise SystemExit(f"step {global_step:,}: weights are not finite; the checkpoint stays")
-    checkpoint = {"script": SCRIPT, "args": asdict(agent.args), "global_step": global_step, **more}
-    checkpoint["agent"] = agent.state_dict()
-    checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
-    checkpoint["generators"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    with path.with_suffix(".partial").open("wb") as file:
-        torch.save(checkpoint, file)
+# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
+MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
+
+
+class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        self.mode = mode
+        self.on_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.warmup_steps = warmup_steps
+        self.trace_after = trace_after
+        self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
+        self.warmup_seconds = self.profiler = self.result = None
+        self.born = perf_counter()
+        self.env_steps = 0
+        self.begin_window()
+
+    def begin_window(self):  # at construction and after the warm-up
+        self.seconds = Counter()
+        self.open = ["untracked"]
+        self.ranges = []  # of the profiler, one per open stage
+        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
+        self.sampled = False
+        self.nvml = []
+        self.first_step = self.env_steps
+        self.iterations = 0
+        self.start = self.since = perf_counter()
+
+    def charge(self):  # the time since the last call belongs to the innermost open stage
+        now = perf_counter()
+        self.seconds[self.open[-1]] += now - self.since
+        self.since = now
+        if self.sampled:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.sample.append((self.open[-1], event))
+
+    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
+        if self.mode == "off" and name != "evaluation":
+            return nullcontext()
+        self.charge()
+        self.open.append(name)
+        if self.profiler:
+            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
+        return self
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        if self.ranges:
+            self.ranges.pop().__exit__(*error)
+        self.charge()
+        self.open.pop()
+
+    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
+        self.charge()
+        if self.sampled:
+            self.samples.append(self.sample)
+        self.env_steps = env_steps
+        self.iterations += 1
+        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure(env_steps)["seconds"]
+            self.begin_window()
+        elif self.profiler:
+            self.profiler.step()
+        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
+            self.result = self.measure(env_steps)
+            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        if self.sampled:
+            self.sample = []
+            self.charge()
+            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
+
+    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+        self.synchronize()  # what is still queued belongs to it
+        self.charge()
+        steps = env_steps - self.first_step
+        seconds = self.since - self.start - self.seconds["evaluation"]
+        return {
+            "sps": env_steps / (self.since - self.born),
+            "sps_steady": self.warmup_seconds and steps / seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "env_steps": steps,
+            "iterations": self.iterations,
+            "seconds": seconds,
+            "stages": dict(self.seconds),
+        }
+
+    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+        report = self.result or self.measure(self.env_steps)
+        report["wall_seconds"] = perf_counter() - self.born
+        report["nvml_percent"] = self.nvml
+        report["gpu_stages"] = Counter()
+        for sample in self.samples:
+            for (_, first), (name, last) in pairwise(sample):
+                share = report["iterations"] / len(self.samples)  # of all that were not sampled
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+        with replacing(path) as file:
+            file.write(json.dumps(report, indent=2).encode())
+        for name, seconds in report["stages"].items():
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
+        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
+        return report
+
+
+class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
+    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
+        self.args = args
+        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
+        self.steps_per_iteration = steps_per_iteration
+        self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
+        if self.step >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        self.stage = self.watch.stage
+        self.episodic_return = math.nan
+
+    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
+        agent.load_state_dict(self.checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        cpu_state, *gpu_states = self.checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
+
+    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
+        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
+        checkpoint["made_by"] = Path(__file__).name
+        checkpoint["args"] = vars(self.args)
+        checkpoint["global_step"] = self.step
+        checkpoint["agent"] = agent.state_dict()
+        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        with replacing(self.dir / "checkpoint.pt") as file:
+            torch.save(checkpoint, file)
+
+    def __enter__(self):  # makes the run directory and opens its records
+        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, signal.default_int_handler)
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
+        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {
+            "args": vars(args),
+            "command": " ".join(sys.argv),
+            "versions": {"torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+        }
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
+        if args.track:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.dir.name,
+                resume="allow",
+                config=config,
+                sync_tensorboard=True,
+            )
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
+
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run
+        self.writer.close()
+        self.bar.close()
+        self.watch.report(self.dir / f"stages{self.suffix}")
+        if kind is KeyboardInterrupt:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
+
+    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
+        if self.step >= self.total_steps:
+            return at_end or every > 0
+        return every > 0 and self.step % every < self.steps_per_iteration
+
+    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
+        row = {}
+        with self.stage("backpropagation"):  # whose work the first of these reads waits for
+            for tag, value in metrics.items():
+                row[tag] = float(value)
+                if not math.isfinite(row[tag]):
+                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
+        with self.stage("logging"):
+            speed = self.watch.measure(self.step - self.start_step)
+            row["charts/SPS"] = speed["sps"]
+            if speed["sps_steady"]:
+                row["charts/SPS_steady"] = speed["sps_steady"]
+                row["charts/warmup_seconds"] = speed["warmup_seconds"]
+            self.write(row)
+            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+
+    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
+        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+
+    def tick(self):  # ends an iteration, outside of every stage
+        self.watch.tick(self.step - self.start_step)
+
+
+def parse_args(kind):  # with --resume, flags that are not given stay as they were
+    args = tyro.cli(kind)
+    if args.resume:
+        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
+    return args
+
+
+def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
+    path = Path(args.resume, "checkpoint.pt")
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True)
+        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+    except Exception:
+        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    return found
+
+
+@contextmanager
+def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    path.with_suffix(".partial").replace(path)
+    partial.replace(path)
 
 
-def load(path: Path) -> dict:
-    """What `save` has written, its tensors on the CPU."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-    if checkpoint.get("script") != SCRIPT or checkpoint["args"].keys() != asdict(Args()).keys():
-        raise SystemExit(f"--resume: {path.parent} has no checkpoint of this version of {SCRIPT}")
-    return checkpoint
-
-
-def main(args: Args) -> Path:
-    """Trains and returns the run directory."""
-    check_args(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-            signal.signal(number, signal.default_int_handler)
-    checkpoint = load(Path(args.resume, "checkpoint.pt")) if args.resume else None
-    start_step = global_step = checkpoint["global_step"] if checkpoint else 0
-    if start_step >= args.total_timesteps:
-        raise SystemExit(f"--resume: nothing left to do, {start_step:,} steps are done")
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    warmup_steps = max(args.learning_starts - start_step, 0) + int(STEADY_AFTER / args.utd_ratio)
-    watch = Stopwatch(device, args.stopwatch, warmup_steps)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-
-    envs = make_envs(args.env_id, args.num_envs)
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    bounded = isinstance(action_space, Box) and action_space.is_bounded()
-    if not bounded or len(obs_space.shape) != 1:
-        raise SystemExit("--env-id: SAC needs flat observations and bounded continuous actions")
-    obs_dim, action_dim = obs_space.shape[0], action_space.shape[0]
-    agent = SAC(args, obs_dim, action_space, device)
-    rb = ReplayBuffer(args, obs_dim, action_dim, device)
-    metrics, episodic_return = torch.zeros(len(METRICS), device=device), math.nan
-
-    def update(batch: Batch, actor_due: bool, target_due: bool) -> None:
-        metrics[:5] = agent.update_critic(batch, torch.randn_like(batch.actions))
-        for _ in range(args.policy_frequency * actor_due):  # as many steps as updates since
-            metrics[5:] = agent.update_actor(batch.obs, torch.randn_like(batch.actions))
-        if target_due:
-            agent.update_target()
-
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
-        rb.load_state_dict(checkpoint["replay"])
-        torch.set_rng_state(checkpoint["generators"][0])
-        torch.cuda.set_rng_state_all(checkpoint["generators"][1][: torch.cuda.device_count()])
-        print(f"resumed at step {start_step:,}, with fresh episodes", file=sys.stderr)
-    del checkpoint  # it is as large as the replay buffer
-    obs, _ = envs.reset(seed=args.seed + start_step)
-    envs.action_space.seed(args.seed + start_step)
-    num_updates = int(max(start_step - args.learning_starts, 0) * args.utd_ratio)
-
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or Path("runs", re.sub(r"[^\w.-]", "_", name)))
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
-    suffix = f"_{start_step}.json" if args.resume else ".json"  # the first part keeps its files
-    config = {"args": asdict(args), "command": " ".join(sys.argv)}
-    config["versions"] = {"torch": torch.__version__, "gymnasium": gym.__version__}
-    config["cpu"] = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    config["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-    (run_dir / f"config{suffix}").write_text(json.dumps(config, indent=2))
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        wandb.init(**names, id=run_dir.name, resume="allow", config=config, sync_tensorboard=True)
-    writer = SummaryWriter(run_dir, purge_step=start_step + 1 if args.resume else None)
-    bar = tqdm.tqdm(total=args.total_timesteps, initial=start_step, unit="step")
-
-    def due(every: int) -> bool:
-        """Whether this iteration passed a multiple of so many steps or ends the run; 0: never."""
-        last = global_step >= args.total_timesteps
-        return every > 0 and (last or global_step % every < args.num_envs)
-
-    try:
-        while global_step < args.total_timesteps:
-            # 1. Act: uniformly at random at first, then by the policy.
-            with watch.stage("inference"):  # reading the actions waits for earlier updates, too
-                if global_step < args.learning_starts:
-                    actions = envs.action_space.sample()
-                else:
-                    inputs = torch.as_tensor(obs, dtype=torch.float32).to(device, non_blocking=True)
-                    noise = torch.randn(args.num_envs, action_dim, device=device)
-                    actions = agent.act(inputs, noise).cpu().numpy()
-
-            # 2. Learn from what the replay buffer holds.
-            due_updates = int((global_step + args.num_envs - args.learning_starts) * args.utd_ratio)
-            while global_step >= args.learning_starts and num_updates < due_updates:
-                num_updates += 1
-                with watch.stage("replay"):
-                    batch = rb.sample()
-                with watch.stage("backpropagation"):
-                    actor_due = num_updates % args.policy_frequency == 0
-                    update(batch, actor_due, num_updates % args.target_network_frequency == 0)
-
-            # 3. Step the environments.
-            with watch.stage("simulation"):
-                next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-
-            # 4. Store. Where an episode ended, next_obs is already the next episode's first.
-            with watch.stage("replay"):
-                last_obs = next_obs.copy()
-                for i in np.flatnonzero(infos.get("_final_obs", ())):
-                    last_obs[i] = infos["final_obs"][i]
-                if not np.isfinite(actions.sum() + last_obs.sum() + rewards.sum()):
-                    raise SystemExit(f"step {global_step:,}: action, obs or reward not finite")
-                rb.add(obs, actions, last_obs, rewards, terminated)
-                obs = next_obs
-            global_step += args.num_envs
-
-            # 5. Log.
-            if due(LOG_EVERY) or due(args.checkpoint_every):
-                with watch.stage("backpropagation"):  # whose work this waits for
-                    row = metrics.tolist()
-                if not np.isfinite(row).all():
-                    raise SystemExit(f"step {global_step:,}: losses are not finite: {row}")
-            with watch.stage("logging"):
-                for i in np.flatnonzero(infos.get("_final_info", ())):
-                    episodic_return = infos["final_info"]["episode"]["r"][i]
-                    writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                    length = infos["final_info"]["episode"]["l"][i]
-                    writer.add_scalar("charts/episodic_length", length, global_step)
-                if due(LOG_EVERY):
-                    sps, steady_sps = watch.speed(global_step - start_step)
-                    writer.add_scalar("charts/SPS", sps, global_step)
-                    if steady_sps:
-                        writer.add_scalar("charts/SPS_steady", steady_sps, global_step)
-                        writer.add_scalar(
-                            "charts/warmup_seconds", watch.warmup_seconds, global_step
-                        )
-                    for tag, value in zip(METRICS, row if num_updates else (), strict=False):
-                        writer.add_scalar(f"losses/{tag}", value, global_step)
-                    bar.set_postfix_str(f"return {episodic_return:,.1f}", refresh=False)
-                    bar.update(global_step - bar.n)
-
-            # 6. Save and evaluate, now and then and at the end.
-            last = global_step >= args.total_timesteps
-            if due(args.checkpoint_every) or args.save_model and last:
-                with watch.stage("checkpoint"):
-                    save(run_dir / "checkpoint.pt", agent, global_step, replay=rb.state_dict())
-            if due(args.eval_every) or args.capture_video and last:
-                with watch.stage("evaluation"):
-                    video = run_dir / f"videos/step-{global_step}" if args.capture_video else None
-                    eval_return = evaluate(agent, args, video)
-                    writer.add_scalar("charts/eval_return", eval_return, global_step)
-                    bar.write(f"evaluation at {global_step:,}: {eval_return:,.1f}", file=sys.stderr)
-            watch.tick(global_step - start_step)
-    except KeyboardInterrupt:
-        raise SystemExit(f"interrupted after {global_step:,} steps") from None
-    finally:
-        bar.close()
-        writer.close()
-        watch.report(run_dir / f"stages{suffix}")
-    return run_dir
+# <<< run <<<
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if args.resume:  # flags that are not given stay as they were
-        args = tyro.cli(Args, default=Args(**load(Path(args.resume, "checkpoint.pt"))["args"]))
-    main(args)
+    main(parse_args(Args))

@@ -1,23 +1,41 @@
-"""Stopwatch: where does a training script's time go, from the simulator to the GPU?
+"""The region that every script carries: a stopwatch, and the run around a training.
 
     python leanrl/stopwatch.py --stamp      copy the fenced region into every script beside this one
     python leanrl/stopwatch.py --check      exit 1 and name each script whose copy differs
 
 Every script carries the region between the two fences, byte for byte, so that one file still runs
-alone. Edit it here, never in a script, then stamp. A script uses it like this:
+alone. Edit it here, never in a script, then stamp. What it imports stands at the top of a script.
 
-    watch = Stopwatch(device, mode=args.stopwatch, warmup_steps=args.learning_starts)
-    while env_steps < args.total_timesteps:
+The run, as a script sees it
+    args = parse_args(Args)                 the flags; one that is out of its range ends the program
+    run = Run(args, device, steps_per_iteration, warmup_steps)
+                                            takes up args.resume; counts run.step of run.total_steps
+    if run.checkpoint: run.restore(agent)   weights, optimizers and generators of agent.optimizers
+    with run:                               makes run.dir; Ctrl-C, SIGTERM, SIGHUP and errors end it
+                                            with all records written
+    run.step += N                           environment steps, by the script
+    run.log({"losses/qf_loss": loss})       a row: tensors of shape () or numbers, and the speed;
+                                            what is not finite ends the run in one line
+    run.write({"charts/x": 1.0}, step)      numbers alone, at any step
+    run.due(every, at_end)                  whether it passed a multiple of `every` steps (0: never)
+                                            or, where one of the two asks for that, ends the run
+    run.save(agent, replay=state)           checkpoint.pt, replaced as a whole
+    run.tick()                              the end of an iteration
+
+The stopwatch alone, for any other program
+    watch = Stopwatch(device, mode="time", warmup_steps=1000)
+    while env_steps < 10**6:
         with watch.stage("simulation"):
             ...
         watch.tick(env_steps)               # end of one iteration, outside of every stage
     watch.report(run_dir / "stages.json")   # right after the loop: writes the file, prints a table
 
-Stages, the same everywhere: simulation, inference, replay (rollout or replay storage, sampling),
-backpropagation (all updates), logging, checkpoint (writing it) and evaluation; `untracked` is what
-none of them covers. Evaluation is no part of training: its time counts neither for the steady
-window nor for the warm-up. A stage opened inside another one pauses it, so every moment belongs to
-one stage. Open stages on the main thread, outside of compiled or captured callables.
+Stages, the same in every script: simulation, inference, replay (rollout or replay storage,
+sampling), backpropagation (all updates), logging, checkpoint (writing it) and evaluation;
+`untracked` is what none of them covers. Others may be added: a name is enough. Evaluation is no
+part of training: its time counts neither for the steady window nor for the warm-up. A stage opened
+inside another one pauses it, so every moment belongs to one stage. Open stages on the main thread,
+outside of compiled or captured callables.
 
 The first tick with `env_steps >= warmup_steps` ends the warm-up (compilation, graph capture,
 random exploration) and begins the steady window, which lasts until the report or, in trace mode,
@@ -25,28 +43,27 @@ until the trace begins.
 
 Modes
     off     steps per second and the seconds of the evaluation only
-    time    seconds and entries per stage. With CUDA also, on every 61st iteration, a pair of CUDA
-            events per stage and, at most once a second, NVML's utilization. Nothing in the loop
-            waits for the device
-    trace   the same, and after `trace_after` (at least 1) iterations of the steady window one that
-            takes the profiler's start and then `trace_iterations` under Kineto, written in Chrome's
-            format next to the report: a range "stopwatch:NAME" per stage, "stopwatch:untracked"
-            around them all. plots/profile.py reads it
+    time    seconds per stage. With CUDA also, on every 61st iteration, an event wherever a stage
+            begins or ends and, about once a second, NVML's utilization. Nothing in the loop waits
+            for the device, except where a row of metrics is read
+    trace   the same, and after `trace_after` iterations of the steady window one that takes the
+            profiler's start and then `trace_iterations` under Kineto, written in Chrome's format
+            next to the report: a range "stopwatch:NAME" per stage, a range "ProfilerStep#N" per
+            iteration. plots/cross_stack.py reads it
 
-What the numbers mean; null is "not measured", never 0
+What the report says; null is "not measured"
+    sps               environment steps per second of all that was measured, as CleanRL's charts/SPS
     sps_steady        environment steps per second of the steady window
-    sps_inclusive     all steps / all seconds since construction, as in CleanRL's charts/SPS
     warmup_seconds    construction to the steady window; wall_seconds: construction to the report
-    window            what the stages are about: the steady window or, if the warm-up did not end
-                      (`steady` false), the run so far; without evaluation
-    stages            seconds: self-time on the CPU. A wait for the GPU shows in the stage that
-                      waits, so read metrics in the stage whose work they report.
-                      gpu_span_seconds: between a stage's CUDA events, mean of the samples times
-                      entries: the work that the stage has launched, gaps included.
-                      Empty in mode off; `untracked` counts iterations
-    gpu               nvml_samples: [seconds since construction, percent of time with any kernel
-                      running, 100 of which may be 1% of the chip]; nvml_util: their mean
-    trace             file, iterations and env_steps of the trace
+    env_steps, iterations, seconds
+                      of the steady window or, if the warm-up did not end (warmup_seconds is null),
+                      of the run so far; without evaluation
+    stages            seconds of them: self-time on the CPU. A wait for the GPU shows in the stage
+                      that waits, so read metrics in the stage whose work they report
+    gpu_stages        seconds between CUDA events, from the samples to all iterations: the work that
+                      a stage has launched, gaps included. Empty without CUDA
+    nvml_percent      [seconds since construction, percent of time with any kernel running, 100 of
+                      which may be 1% of the chip]
 
 After RL-Scope (Gleeson et al., "RL-Scope: Cross-Stack Profiling for Deep Reinforcement Learning
 Workloads", MLSys 2021).
@@ -58,10 +75,8 @@ import shutil
 import sys
 from pathlib import Path
 
-OPENING = (
-    b"# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>\n"
-)
-CLOSING = b"# <<< stopwatch <<<\n"
+OPENING = b"# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>\n"
+CLOSING = b"# <<< run <<<\n"
 NOT_SCRIPTS = ("stopwatch.py", "sweep.py")
 
 
@@ -123,7 +138,7 @@ def stamp(folder, write=True):
 
 def main(arguments=None, folder=Path(__file__).parent):
     """The command: 0 if every script carries the region afterwards, 1 otherwise."""
-    parser = argparse.ArgumentParser(description="Keep the stopwatch identical in every script.")
+    parser = argparse.ArgumentParser(description="Keep the region identical in every script.")
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--stamp", action="store_true", help="copy the region into every script")
     action.add_argument("--check", action="store_true", help="compare; exit 1 if a script differs")
@@ -136,144 +151,269 @@ def main(arguments=None, folder=Path(__file__).parent):
 if __name__ == "__main__":  # above the region, so that stamping needs no torch
     sys.exit(main())
 
+# What the region needs, as every script imports it at its top.
+import json  # noqa: E402
+import math  # noqa: E402
+import re  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
+from collections import Counter  # noqa: E402
+from contextlib import contextmanager, nullcontext, suppress  # noqa: E402
+from itertools import pairwise  # noqa: E402
+from time import perf_counter  # noqa: E402
 
-# >>> stopwatch: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-import json  # noqa: E402, F811
-import sys  # noqa: E402, F811
-from contextlib import contextmanager, nullcontext, suppress  # noqa: E402, F811
-from time import perf_counter  # noqa: E402, F811
+import torch  # noqa: E402
+import tqdm  # noqa: E402
+import tyro  # noqa: E402
+from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 
-import torch  # noqa: E402, F811
+# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
+MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
+MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
 
 
-class Stage:
-    """Self-time (seconds) and entries of a stage; one that opens inside another pauses it."""
+class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
+    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
+        self.mode = mode
+        self.on_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.warmup_steps = warmup_steps
+        self.trace_after = trace_after
+        self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
+        self.warmup_seconds = self.profiler = self.result = None
+        self.born = perf_counter()
+        self.env_steps = 0
+        self.begin_window()
 
-    def __init__(self, watch):
-        self.watch, self.seconds, self.count = watch, 0.0, 0
+    def begin_window(self):  # at construction and after the warm-up
+        self.seconds = Counter()
+        self.open = ["untracked"]
+        self.ranges = []  # of the profiler, one per open stage
+        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
+        self.sampled = False
+        self.nvml = []
+        self.first_step = self.env_steps
+        self.iterations = 0
+        self.start = self.since = perf_counter()
+
+    def charge(self):  # the time since the last call belongs to the innermost open stage
+        now = perf_counter()
+        self.seconds[self.open[-1]] += now - self.since
+        self.since = now
+        if self.sampled:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.sample.append((self.open[-1], event))
+
+    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
+        if self.mode == "off" and name != "evaluation":
+            return nullcontext()
+        self.charge()
+        self.open.append(name)
+        if self.profiler:
+            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
+        return self
 
     def __enter__(self):
-        watch, now = self.watch, perf_counter()
-        watch.open[-1].seconds += now - watch.since
-        watch.since = now
-        watch.open.append(self)
+        pass
 
-    def __exit__(self, kind, value, traceback):
-        watch, now = self.watch, perf_counter()
-        watch.open.pop().seconds += now - watch.since
-        watch.since = now
-        self.count += 1
+    def __exit__(self, *error):
+        if self.ranges:
+            self.ranges.pop().__exit__(*error)
+        self.charge()
+        self.open.pop()
 
+    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
+        self.charge()
+        if self.sampled:
+            self.samples.append(self.sample)
+        self.env_steps = env_steps
+        self.iterations += 1
+        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure(env_steps)["seconds"]
+            self.begin_window()
+        elif self.profiler:
+            self.profiler.step()
+        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
+            self.result = self.measure(env_steps)
+            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        if self.sampled:
+            self.sample = []
+            self.charge()
+            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
 
-class Stopwatch:
-    """Seconds per stage and environment steps per second; leanrl/stopwatch.py is the manual."""
+    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+        self.synchronize()  # what is still queued belongs to it
+        self.charge()
+        steps = env_steps - self.first_step
+        seconds = self.since - self.start - self.seconds["evaluation"]
+        return {
+            "sps": env_steps / (self.since - self.born),
+            "sps_steady": self.warmup_seconds and steps / seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "env_steps": steps,
+            "iterations": self.iterations,
+            "seconds": seconds,
+            "stages": dict(self.seconds),
+        }
 
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode, self.on_gpu, self.born = mode, device.type == "cuda", perf_counter()
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.env_steps, self.warmup_seconds, self.result, self.trace = 0, None, None, None
-        self._begin_window()
-        self.course = self._course(warmup_steps, trace_after, trace_iterations)
-
-    def tick(self, env_steps):
-        """Ends an iteration, outside of every stage; `env_steps` counts all since construction."""
-        with self.untracked:  # an entry is an iteration
-            self.env_steps = env_steps
-        next(self.course, None)
-
-    def speed(self, env_steps):
-        """Steps per second: of all `env_steps` so far; in the steady window, before it None."""
-        now = perf_counter()
-        steady = (env_steps - self.first_step) / (now - self.start - self.evaluation.seconds)
-        return env_steps / (now - self.born), self.warmup_seconds and steady
-
-    def report(self, path):
-        """Writes the report to `path`, prints a table, writes a trace beside it -> the report."""
-        self.course.close()  # gives up a trace that is not complete
-        trace = self.trace and {**self.trace, "file": path.name.replace("stages", "trace") + ".gz"}
-        report = (self.result or self._end_window()) | {"mode": self.mode, "trace": trace}
+    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+        report = self.result or self.measure(self.env_steps)
         report["wall_seconds"] = perf_counter() - self.born
-        report["sps_inclusive"] = self.env_steps / report["wall_seconds"]
-        path.write_text(json.dumps(report, indent=2))
-        steps = report["window"]["env_steps"] / 1e6 or float("nan")  # nothing is per step of none
-        lines = [f"{'stage':16}{'seconds':>12}{'us/step':>12}{'GPU us/step':>14}"]
-        for name, stage in report["stages"].items():
-            seconds, span = stage["seconds"], stage["gpu_span_seconds"]
-            gpu = "" if span is None else f"{span / steps:14,.1f}"
-            lines.append(f"{name:16}{seconds:12,.2f}{seconds / steps:12,.1f}{gpu}")
-        numbers = (report | report["gpu"]).items()
-        lines += [f"{name:16}{x:12,.1f}" for name, x in numbers if isinstance(x, float)]
-        print(*lines, f"run directory: {path.parent}", sep="\n", file=sys.stderr)
-        if trace:  # last, because it takes seconds, in which Ctrl-C may come
-            self.profiler.export_chrome_trace(str(path.with_name(trace["file"])))
+        report["nvml_percent"] = self.nvml
+        report["gpu_stages"] = Counter()
+        for sample in self.samples:
+            for (_, first), (name, last) in pairwise(sample):
+                share = report["iterations"] / len(self.samples)  # of all that were not sampled
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+        with replacing(path) as file:
+            file.write(json.dumps(report, indent=2).encode())
+        for name, seconds in report["stages"].items():
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
+        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+            self.profiler.__exit__(None, None, None)
+            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
         return report
 
-    def _course(self, warmup_steps, trace_after, trace_iterations):
-        """What a run goes through, a `yield` per tick: warm-up, steady window, perhaps a trace."""
-        while self.env_steps < warmup_steps:
-            yield
-        self.warmup_seconds = perf_counter() - self.born - self.evaluation.seconds
-        self._begin_window()
-        while self.mode != "trace" or self.untracked.count < trace_after:
-            sampled = self.on_gpu and self.mode != "off" and self.untracked.count % 61 == 0
-            self.stage = self._between_events if sampled else self.contexts.__getitem__
-            yield
-            if sampled and perf_counter() > self.asked + 1:  # a second: NVML takes its time
-                self.asked = perf_counter()
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((round(self.asked - self.born, 1), torch.cuda.utilization()))
-        self.result, self.stage = self._end_window(), self.contexts.__getitem__
-        with torch.profiler.profile() as self.profiler:
-            yield  # an iteration that pays for the profiler's buffers
-            first_step, self.stage = self.env_steps, self._annotated
-            with torch.profiler.record_function("stopwatch:untracked"):
-                for _ in range(trace_iterations):
-                    yield
-                self.synchronize()
-        self.trace = {"iterations": trace_iterations, "env_steps": self.env_steps - first_step}
 
-    def _begin_window(self):
-        """Counts anew: at construction and at the end of the warm-up."""
-        names = ("simulation", "inference", "replay", "backpropagation", "logging", "checkpoint")
-        self.stages = {name: Stage(self) for name in (*names, "untracked", "evaluation")}
-        self.untracked, self.evaluation = self.stages["untracked"], self.stages["evaluation"]
-        self.contexts, self.open = dict(self.stages), [self.untracked]
-        if self.mode == "off":  # but for the evaluation, which is never part of a window
-            self.contexts |= dict.fromkeys(names, nullcontext())
-        self.stage = self.contexts.__getitem__  # hands out the context manager of a stage
-        self.first_step, self.spans, self.nvml = self.env_steps, [], []
-        self.synchronize()
-        self.start = self.since = self.asked = perf_counter()
+class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
+    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
+        self.args = args
+        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
+        self.steps_per_iteration = steps_per_iteration
+        self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
+        if self.step >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        self.stage = self.watch.stage
+        self.episodic_return = math.nan
 
-    def _end_window(self):
-        """What the steady window or, if the warm-up did not end, the whole run has to say."""
-        self.synchronize()  # GPU work still queued belongs to the window
-        steady, stages = self.speed(self.env_steps)[1], {}
-        window = {"steady": steady is not None, "env_steps": self.env_steps - self.first_step}
-        window["iterations"] = self.untracked.count
-        window["seconds"] = perf_counter() - self.start - self.evaluation.seconds
-        run = {"schema": 2, "sps_steady": steady, "warmup_seconds": self.warmup_seconds}
-        for name, stage in self.stages.items() if self.mode != "off" else ():
-            spans = [a.elapsed_time(b) / 1e3 for label, a, b in self.spans if label == name]
-            span = sum(spans) / len(spans) * stage.count if spans else None
-            stages[name] = dict(seconds=stage.seconds, count=stage.count, gpu_span_seconds=span)
-        utilization = sum(percent for _, percent in self.nvml) / max(len(self.nvml), 1)
-        gpu = {"nvml_util": utilization if self.nvml else None, "nvml_samples": self.nvml or None}
-        return run | {"window": window, "stages": stages, "gpu": gpu}
+    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
+        agent.load_state_dict(self.checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
+        cpu_state, *gpu_states = self.checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
 
-    @contextmanager
-    def _between_events(self, name):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        with self.contexts[name]:
-            yield
-        last.record()
-        self.spans.append((name, first, last))
+    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
+        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
+        checkpoint["made_by"] = Path(__file__).name
+        checkpoint["args"] = vars(self.args)
+        checkpoint["global_step"] = self.step
+        checkpoint["agent"] = agent.state_dict()
+        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
+        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        with replacing(self.dir / "checkpoint.pt") as file:
+            torch.save(checkpoint, file)
 
-    @contextmanager
-    def _annotated(self, name):
-        with torch.profiler.record_function("stopwatch:" + name), self.contexts[name]:
-            yield
+    def __enter__(self):  # makes the run directory and opens its records
+        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, signal.default_int_handler)
+        args = self.args
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
+        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {
+            "args": vars(args),
+            "command": " ".join(sys.argv),
+            "versions": {"torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+        }
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
+        if args.track:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.dir.name,
+                resume="allow",
+                config=config,
+                sync_tensorboard=True,
+            )
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
+
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run
+        self.writer.close()
+        self.bar.close()
+        self.watch.report(self.dir / f"stages{self.suffix}")
+        if kind is KeyboardInterrupt:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
+
+    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
+        if self.step >= self.total_steps:
+            return at_end or every > 0
+        return every > 0 and self.step % every < self.steps_per_iteration
+
+    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
+        row = {}
+        with self.stage("backpropagation"):  # whose work the first of these reads waits for
+            for tag, value in metrics.items():
+                row[tag] = float(value)
+                if not math.isfinite(row[tag]):
+                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
+        with self.stage("logging"):
+            speed = self.watch.measure(self.step - self.start_step)
+            row["charts/SPS"] = speed["sps"]
+            if speed["sps_steady"]:
+                row["charts/SPS_steady"] = speed["sps_steady"]
+                row["charts/warmup_seconds"] = speed["warmup_seconds"]
+            self.write(row)
+            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+
+    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
+        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+
+    def tick(self):  # ends an iteration, outside of every stage
+        self.watch.tick(self.step - self.start_step)
 
 
-# <<< stopwatch <<<
+def parse_args(kind):  # with --resume, flags that are not given stay as they were
+    args = tyro.cli(kind)
+    if args.resume:
+        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
+    return args
+
+
+def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
+    path = Path(args.resume, "checkpoint.pt")
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True)
+        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+    except Exception:
+        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    return found
+
+
+@contextmanager
+def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+# <<< run <<<

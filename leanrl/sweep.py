@@ -76,7 +76,9 @@ def expand(params: dict) -> list[dict]:
     for name, values in params.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise SweepError(f"{name!r} is no name of a parameter")
-        needs[name] = list(inspect.signature(values).parameters) if callable(values) else []
+        needs[name] = []
+        if callable(values):
+            needs[name] += inspect.signature(values).parameters
         for need in needs[name]:
             if need not in params:
                 raise SweepError(f"{name} needs {need!r}, which is no parameter")
@@ -89,7 +91,8 @@ def expand(params: dict) -> list[dict]:
         longer = []
         for variant in variants:
             inputs = {need: variant[need] for need in needs[name]}
-            longer += [variant | {name: value} for value in values_of(name, params[name], inputs)]
+            values = values_of(name, params[name], inputs)
+            longer += [variant | {name: value} for value in values]
         variants = longer
     return [{name: variant[name] for name in params} for variant in variants]
 
@@ -106,9 +109,11 @@ def values_of(name: str, values, inputs: dict) -> list:
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float | str | None):
             raise SweepError(f"{name} has {value!r}: only numbers, text, True, False and None")
-        if isinstance(value, float) and not math.isfinite(value) or "\0" in str(value):
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if infinite or "\0" in str(value):
             raise SweepError(f"{name} has {value!r}, which is not finite or has a zero byte")
-        if any(type(value) is type(other) and value == other for other in values[:i]):
+        alike = [other for other in values[:i] if type(other) is type(value)]
+        if value in alike:
             raise SweepError(f"{name} has {value!r} twice")
     return values
 
@@ -124,12 +129,15 @@ def load(path: Path, most: int) -> list["Variant"]:
     group = names.get("group", path.stem)
     if not isinstance(group, str) or not re.fullmatch(r"\w[\w.-]*", group):
         raise SweepError(f"group {group!r}: only letters, digits, _, - and .")
-    scripts = names["script"] if isinstance(names["script"], list) else [names["script"]]
+    scripts = names["script"]
+    if not isinstance(scripts, list):
+        scripts = [scripts]
     for script in values_of("script", scripts, {}):
         if not isinstance(script, str) or not (ROOT / script).is_file():
             raise SweepError(f"script {script!r}: no such file in the repository")
-    found = expand(names["params"])
-    variants = [Variant(group, script, params) for script in scripts for params in found]
+    variants = []
+    for script in scripts:
+        variants += [Variant(group, script, params) for params in expand(names["params"])]
     if len(variants) > most:
         raise SweepError(f"{len(variants)} variants, {most} at most; --max-variants allows more")
     return variants
@@ -139,7 +147,9 @@ class Variant:
     """One combination: a script and its parameters."""
 
     def __init__(self, group: str, script: str, params: dict, runs: Path = RUNS):
-        self.group, self.script, self.params = group, script, params
+        self.group = group
+        self.script = script
+        self.params = params
         text = json.dumps([script, sorted(params.items())])
         self.id = hashlib.sha256(text.encode()).hexdigest()[:10]
         self.name = f"{group}/{self.id}"
@@ -214,7 +224,8 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     """A process, leader of its own group, that runs `variant` in its folder, from `root`'s code."""
     attempt = put_away(variant.folder)
     script = os.path.relpath(root / variant.script, variant.folder)
-    inherited = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_TOKEN"}
+    inherited = dict(os.environ)
+    inherited.pop("RAY_AUTH_TOKEN", None)
     libc = ctypes.CDLL(None)
     with (variant.folder / "stdout.log").open("wb") as log:
         child = subprocess.Popen(
@@ -241,14 +252,17 @@ def finish(variant: Variant, child: subprocess.Popen, deadline: float | None = N
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)  # helpers that it has left, too
     status = child.wait()
-    state = "stopped" if deadline is not None else "failed" if status else "finished"
+    state = "failed" if status else "finished"
+    if deadline is not None:
+        state = "stopped"
     variant.update(state=state, exit_status=status, ended=time.time())
     return state
 
 
 def run_all(todo: list[Variant], workers: list[dict], root: Path) -> None:
     """Runs `todo`, as many at a time as there are workers; whatever ends this ends them."""
-    queue, running = list(todo), {}
+    queue = list(todo)
+    running = {}
     try:
         while queue or running:
             for slot, environment in enumerate(workers):
@@ -281,9 +295,11 @@ def gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    command = ["nvidia-smi", "-L"]
     with suppress(OSError, subprocess.CalledProcessError):
-        listed = subprocess.check_output(["nvidia-smi", "-L"], text=True, stderr=subprocess.DEVNULL)
-        return [str(i) for i in range(len(re.findall("^GPU ", listed, re.MULTILINE)))]
+        listed = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+        count = len(re.findall("^GPU ", listed, re.MULTILINE))
+        return [str(i) for i in range(count)]
     return []
 
 
@@ -295,18 +311,27 @@ def slots(workers: int | None, gpus_per_run: float | None, found: list[str]) -> 
     """
     if gpus_per_run is None:
         shares = found or [""]
-        shares = [shares[i % len(shares)] for i in range(workers or len(shares))]
+        if workers:
+            turns = range(workers)
+            shares = [shares[i % len(shares)] for i in turns]
     elif not 0 < gpus_per_run <= len(found) or gpus_per_run > 1 and gpus_per_run % 1:
         raise SweepError(f"--gpus-per-run {gpus_per_run}: this machine has {len(found)} GPUs")
     elif gpus_per_run < 1:
         shares = found * int(1 / gpus_per_run + 1e-9)
     else:
         size = int(gpus_per_run)
-        shares = [",".join(found[i : i + size]) for i in range(0, len(found) - size + 1, size)]
+        starts = range(0, len(found) - size + 1, size)
+        shares = [",".join(found[i : i + size]) for i in starts]
     shares = shares[:workers]
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // len(shares)))}
-    return [threads | ({"CUDA_VISIBLE_DEVICES": each} if each else {}) for each in shares]
+    threads = max(1, cores // len(shares))
+    environments = []
+    for share in shares:
+        environment = {"OMP_NUM_THREADS": str(threads)}
+        if share:
+            environment["CUDA_VISIBLE_DEVICES"] = share
+        environments.append(environment)
+    return environments
 
 
 def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
@@ -319,18 +344,23 @@ def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
 
     client = JobSubmissionClient(options.address)
     for job in client.list_jobs():
-        if (job.metadata or {}).get("sweep") == options.group and not job.status.is_terminal():
+        sweep = (job.metadata or {}).get("sweep")
+        if sweep == options.group and not job.status.is_terminal():
             print(f"job {job.submission_id} is at work already: following it", flush=True)
             return follow(client, job.submission_id)
     if not options.yes and not confirm(f"Launch {len(todo)} variants on {client.get_address()}?"):
         raise SweepError("nothing launched")
     for variant in todo:
         variant.enqueue()
-    spec = {"runs": str(RUNS.resolve()), "storage": options.storage}
-    spec["needs"] = {"num_cpus": options.cpus_per_run, "num_gpus": options.gpus_per_run or 0}
-    spec["variants"] = [[each.group, each.script, each.params] for each in todo]
+    spec = {
+        "runs": str(RUNS.resolve()),
+        "storage": options.storage,
+        "needs": {"num_cpus": options.cpus_per_run, "num_gpus": options.gpus_per_run or 0},
+        "variants": [[each.group, each.script, each.params] for each in todo],
+    }
+    command = ["python", "leanrl/sweep.py", "drive", json.dumps(spec)]
     name = client.submit_job(
-        entrypoint=shlex.join(["python", "leanrl/sweep.py", "drive", json.dumps(spec)]),
+        entrypoint=shlex.join(command),
         metadata={"sweep": options.group},
         runtime_env={"working_dir": str(ROOT), "excludes": [".git", "runs"]},
     )
@@ -377,8 +407,10 @@ def drive(options: argparse.Namespace) -> int:
 
 def run_task(variant: Variant, spec: dict) -> str:
     """A task: runs a variant on whatever machine this is -> its state."""
-    has_gpu, code = spec["needs"]["num_gpus"] > 0, Path.cwd()  # where Ray has put the code
-    environment = {} if has_gpu else {"CUDA_VISIBLE_DEVICES": ""}  # no one's share
+    code = Path.cwd()  # where Ray has put the code
+    environment = {}
+    if not spec["needs"]["num_gpus"]:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # no one's share
     if not spec["storage"]:
         run_all([variant], [environment], code)
         return variant.status["state"]
@@ -392,7 +424,8 @@ def run_task(variant: Variant, spec: dict) -> str:
         variant.enqueue()
         run_all([variant], [environment], code)
         # status.json comes last, so that who sees it there sees all files.
-        for path in sorted(variant.folder.iterdir(), key=lambda path: path.name == "status.json"):
+        files = sorted(variant.folder.iterdir(), key=lambda path: path.name == "status.json")
+        for path in files:
             fs.copy_files(str(path), f"{there}/{path.name}", fs.LocalFileSystem(), storage)
         return variant.status["state"]
 
@@ -400,9 +433,10 @@ def run_task(variant: Variant, spec: dict) -> str:
 def confirm(question: str) -> bool:
     """Asks; Enter and y mean yes, the end of input means no."""
     try:
-        return input(f"{question} [Y/n] ").strip().lower() in ("", "y", "yes")
+        answer = input(f"{question} [Y/n] ")
     except EOFError:
         return False
+    return answer.strip().lower() in ("", "y", "yes")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -429,7 +463,8 @@ def run(options: argparse.Namespace) -> int:
         sync(options)
     states = [variant.state for variant in variants]
     again = "; --retry-failed runs what failed once more" if "failed" in states else ""
-    print(", ".join(f"{count} {state}" for state, count in Counter(states).items()) + again)
+    counts = [f"{count} {state}" for state, count in Counter(states).items()]
+    print(", ".join(counts) + again)
     for variant, state in zip(variants, states, strict=True):
         if state != "finished":
             print(f"{state}: {variant.name}  {variant.command}")
@@ -450,7 +485,8 @@ def known(prefix: str) -> list[Variant]:
 
 def jobs(options: argparse.Namespace) -> int:
     for variant in known(""):
-        status, now = variant.status, time.time()
+        status = variant.status
+        now = time.time()
         seconds = status.get("ended", now) - status.get("started", now)
         print(f"{variant.name}  {variant.state:8} {seconds:8.0f} s  {variant.command}")
     return 0
@@ -472,7 +508,8 @@ def logs(options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Tells those who run them, by status.json, and waits until they have ended."""
-    found = [v for v in known(options.prefix) if v.state in ("waiting", "running")]
+    found = known(options.prefix)
+    found = [variant for variant in found if variant.state in ("waiting", "running")]
     if not found:
         raise SweepError(f"nothing that runs or waits is called {options.prefix!r}...")
     print(*(f"{variant.name}  {variant.command}" for variant in found), sep="\n")
@@ -492,7 +529,8 @@ def sync(options: argparse.Namespace) -> int:
     """Fetches from storage what is not finished here."""
     from pyarrow import fs
 
-    finished = {each.name for each in known(options.group) if each.state == "finished"}
+    here = known(options.group)
+    finished = [variant.name for variant in here if variant.state == "finished"]
     storage, there = fs.FileSystem.from_uri(f"{options.storage}/{options.group}")
     for each in storage.get_file_info(fs.FileSelector(there, allow_not_found=True)):
         name = f"{options.group}/{each.base_name}"
@@ -534,7 +572,8 @@ def main(words: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
             signal.signal(number, signal.default_int_handler)
-    calls = {"run": run, "jobs": jobs, "logs": logs, "stop": stop, "sync": sync, "drive": drive}
+    functions = (run, jobs, logs, stop, sync, drive)
+    calls = {function.__name__: function for function in functions}
     try:
         return calls[options.command](options)
     except (SweepError, ConnectionError) as error:

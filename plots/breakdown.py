@@ -24,11 +24,17 @@ import curves
 import matplotlib.pyplot as plt
 import run_dirs
 from matplotlib.patches import Patch
-from run_dirs import ROOT, ROWS, Run, label, per_step, read_run, read_runs, short, shown
+from run_dirs import ROOT, Run, label, per_step, read_runs, short, shown
 from traces import CPU_LAYERS
 
 EDGES = {"edgecolor": "black", "linewidth": 0.5}
-HATCHES = dict(zip(CPU_LAYERS, ("", "///", "...", "xxx", "---"), strict=True))
+HATCHES = {
+    "simulator_s": "",
+    "python_s": "///",
+    "backend_s": "...",
+    "cuda_launch_s": "xxx",
+    "cuda_wait_s": "---",
+}
 RESOURCES = {"CPU": "#E69F00", "CPU + GPU": "#009E73", "GPU": "#56B4E9"}  # Okabe and Ito
 STAGES = {"simulation": "sim", "inference": "inf", "backpropagation": "bp", "rest": "rest"}
 LEGEND = "sim: simulation, inf: inference, bp: backpropagation, rest: storing, logging, untracked"
@@ -41,9 +47,10 @@ TRANSITIONS = {  # what crosses which border, in words
 
 def reduce(run: Run) -> dict:
     """A traced run -> seconds per environment step, transitions per iteration, shares."""
-    trace, num_envs = run.trace, run.config["args"].get("num_envs", 1)
-    cells, calls = {stage: {} for stage in STAGES}, dict.fromkeys(TRANSITIONS, 0)
-    calls["to_simulator"] = 1  # one call steps all environments
+    trace = run.trace
+    num_envs = run.config["args"].get("num_envs", 1)
+    cells = {stage: {} for stage in STAGES}
+    to_backend = to_cuda = 0
     for name, fields in per_step(run.stages, trace).items():
         stage = cells[name if name in STAGES else "rest"]
         for layer in CPU_LAYERS:
@@ -53,10 +60,9 @@ def reduce(run: Run) -> dict:
             for key, seconds in ((f"{layer} CPU", alone), (f"{layer} {resource}", beside)):
                 if seconds:
                     stage[key] = stage.get(key, 0) + seconds
-        calls["to_backend"] += fields.get("backend_calls", 0) * num_envs
-        calls["to_cuda"] += fields.get("cuda_api_calls", 0) * num_envs
-    if trace["gpu_busy"] is None:
-        calls["to_cuda"] = None
+        to_backend += fields.get("backend_calls", 0) * num_envs
+        to_cuda += fields.get("cuda_api_calls", 0) * num_envs
+    on_gpu = trace["gpu_busy"] is not None
     total = sum(sum(stage.values()) for stage in cells.values())
     gpu_alone = sum(stage.get("cuda_wait_s GPU", 0) for stage in cells.values())
     return {
@@ -66,8 +72,12 @@ def reduce(run: Run) -> dict:
         "run": shown(run.path),
         "seconds_per_step": total,
         "cells": cells,
-        "transitions_per_iteration": calls,
-        "cpu_share": 1 - gpu_alone / total if trace["gpu_busy"] is not None else None,
+        "transitions_per_iteration": {
+            "to_simulator": 1,  # one call steps all environments
+            "to_backend": to_backend,
+            "to_cuda": to_cuda if on_gpu else None,
+        },
+        "cpu_share": 1 - gpu_alone / total if on_gpu else None,
         "gpu_busy": trace["gpu_busy"],
     }
 
@@ -79,8 +89,9 @@ def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
     and those that are damaged, are named.
     """
     found: dict = {}
+    newest = None
     for run in reversed(runs):
-        key = run.script, run.env_id, list(ROWS).index(run.row)
+        key = run.script, run.env_id, curves.ORDER.index(run.row)
         if key in found:
             continue
         try:
@@ -89,42 +100,54 @@ def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
             reason = error if isinstance(error, ValueError) else "has a report that lacks something"
             print(f"skipped: {shown(run.path)} {reason}", file=sys.stderr)
             continue
-        newest = next(iter(found.values()), (run,))[0]
-        if row and run_dirs.differences(run.config, newest.config):
+        if not row:
+            continue
+        newest = newest or run
+        if run_dirs.differences(run.config, newest.config):
             print(f"skipped: {shown(run.path)} is of another machine", file=sys.stderr)
-        elif row:
+        else:
             found[key] = run, row
     return [found[key] for key in sorted(found)]
 
 
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}%"
+
+
 def cells(rows: list[dict]) -> list[list[str]]:
     """The numbers as a table."""
-    table = [["script", "environment", "row", "us/step", *STAGES, "to simulator", "to backend"]]
-    table[0] += ["to CUDA", "CPU %", "GPU busy %"]
+    heading = ["script", "environment", "row", "us/step", *STAGES]
+    heading += ["to simulator", "to backend", "to CUDA", "CPU %", "GPU busy %"]
+    table = [heading]
     for row in rows:
-        total, calls = row["seconds_per_step"], row["transitions_per_iteration"]
-        shares = [f"{100 * sum(row['cells'][stage].values()) / total:.0f}%" for stage in STAGES]
-        counts = [calls[name] for name in TRANSITIONS]
-        percents = [row["cpu_share"], row["gpu_busy"]]
-        table.append(
-            [row["script"], row["env_id"], row["row"], f"{1e6 * total:,.1f}", *shares]
-            + ["-" if count is None else short(count) for count in counts]
-            + ["-" if share is None else f"{100 * share:.0f}%" for share in percents]
-        )
+        total = row["seconds_per_step"]
+        line = [row["script"], row["env_id"], row["row"], f"{1e6 * total:,.1f}"]
+        for stage in STAGES:
+            line.append(percent(sum(row["cells"][stage].values()) / total))
+        for count in row["transitions_per_iteration"].values():
+            line.append("-" if count is None else short(count))
+        line += [percent(row["cpu_share"]), percent(row["gpu_busy"])]
+        table.append(line)
     return table
+
+
+def places(rows: list[dict], j: int, of: int, width: float) -> list[float]:
+    """Where bar number `j` of a group stands, for each row's group."""
+    return [i + (j - (of - 1) / 2) * width for i in range(len(rows))]
 
 
 def bars(ax, rows: list[dict]) -> None:
     """A group of bars per row, a bar per stage, stacked by layer and resource."""
     width = 0.8 / len(STAGES)
-    for i, row in enumerate(rows):
-        for j, (stage, name) in enumerate(STAGES.items()):
-            x, bottom = i + (j - (len(STAGES) - 1) / 2) * width, 0.0
+    for j, (stage, name) in enumerate(STAGES.items()):
+        for x, row in zip(places(rows, j, len(STAGES), width), rows, strict=True):
+            bottom = 0.0
             for key, seconds in row["cells"][stage].items():
                 layer, resource = key.split(" ", 1)
-                look = {"color": RESOURCES[resource], "hatch": HATCHES[layer]}
-                ax.bar(x, 1e6 * seconds, width * 0.92, bottom=bottom, **look, **EDGES)
-                bottom += 1e6 * seconds
+                height = 1e6 * seconds
+                bar = ax.bar(x, height, width * 0.92, bottom=bottom, **EDGES)
+                bar[0].set(facecolor=RESOURCES[resource], hatch=HATCHES[layer])
+                bottom += height
             ax.text(x, bottom, name, ha="center", va="bottom", fontsize=6.5, color="0.3")
     labels = [row["row"].replace("+", "\n+ ") for row in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
@@ -134,35 +157,52 @@ def bars(ax, rows: list[dict]) -> None:
 
 def key(figure, rows: list[dict]) -> None:
     """What the hatches and colours of these rows mean, below the figure."""
-    used = [k.split(" ", 1) for row in rows for stage in row["cells"].values() for k in stage]
-    layers, resources = map(set, zip(*used, strict=True))
-    looks = {name: {"hatch": HATCHES[k]} for k, name in CPU_LAYERS.items() if k in layers}
-    looks |= {name: {"facecolor": RESOURCES[name]} for name in RESOURCES if name in resources}
-    patches = [
-        Patch(label=name, **{"facecolor": "white"} | look | EDGES) for name, look in looks.items()
-    ]
-    sizes = {"fontsize": 8, "title_fontsize": 8, "handlelength": 2.4, "handleheight": 1.2}
-    place = {"loc": "outside lower center", "ncols": 5, "frameon": False}
-    figure.legend(handles=patches, title=LEGEND, **place, **sizes)
+    layers, resources = set(), set()
+    for row in rows:
+        for stage in row["cells"].values():
+            for name in stage:
+                layer, resource = name.split(" ", 1)
+                layers.add(layer)
+                resources.add(resource)
+    patches = []
+    for layer, title in CPU_LAYERS.items():
+        if layer in layers:
+            patches.append(Patch(facecolor="white", hatch=HATCHES[layer], label=title, **EDGES))
+    for resource, colour in RESOURCES.items():
+        if resource in resources:
+            patches.append(Patch(facecolor=colour, label=resource, **EDGES))
+    figure.legend(
+        handles=patches,
+        title=LEGEND,
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+        handlelength=2.4,
+        handleheight=1.2,
+    )
 
 
 def draw_stages(rows: list[dict], runs: list[Run]):
     """RL-Scope's figure 4: a block of three panels per script and environment."""
     blocks: dict = {}
     for row in rows:
-        blocks.setdefault((row["script"], row["env_id"]), []).append(row)
+        name = f"{label(row['script'])}: {row['env_id']}"
+        blocks.setdefault(name, []).append(row)
     columns = min(len(blocks), 3)
     floors = -(-len(blocks) // columns)
     size = (max(4.0 * columns, 6), 6.5 * floors + 1)
     figure = plt.figure(figsize=size, layout="constrained")
     curves.headline(figure, "Where a step's time goes, and what crosses the borders", runs)
-    panes = figure.subfigures(floors, columns, squeeze=False).flat
-    for pane, ((script, env_id), mine) in zip(panes, blocks.items(), strict=False):
+    panes = figure.subfigures(floors, columns, squeeze=False)
+    for pane, (title, mine) in zip(panes.flat, blocks.items(), strict=False):
         top, middle, bottom = pane.subplots(3, 1, height_ratios=(1, 2.4, 1.2))
-        top.set(title=f"{label(script)}: {env_id}", ylabel="total\n(us per step)")
+        draw_totals(top, mine)
         bars(middle, mine)
+        draw_transitions(bottom, mine)
+        top.set(title=title, ylabel="total\n(us per step)")
         middle.set_ylabel("us per environment step")
-        draw_totals(top, bottom, mine)
         bottom.set_ylabel("transitions\nper iteration")
         for ax in (top, bottom):
             ax.set(xlim=middle.get_xlim(), xticks=[])
@@ -171,26 +211,38 @@ def draw_stages(rows: list[dict], runs: list[Run]):
     return figure
 
 
-def draw_totals(top, bottom, rows: list[dict]) -> None:
-    """Of one script, on log axes: the time of a step, and the transitions per iteration."""
+def draw_totals(ax, rows: list[dict]) -> None:
+    """The time of a step."""
     totals = [1e6 * row["seconds_per_step"] for row in rows]
-    made = top.bar(range(len(rows)), totals, 0.5, color="0.6", **EDGES)
-    top.bar_label(made, map(short, totals), fontsize=8)
+    made = ax.bar(range(len(rows)), totals, 0.5, color="0.6", **EDGES)
+    ax.bar_label(made, map(short, totals), fontsize=8)
+    set_log(ax, totals)
+
+
+def draw_transitions(ax, rows: list[dict]) -> None:
+    """A group of bars per row."""
     calls = [row["transitions_per_iteration"] for row in rows]
     known = [name for name in TRANSITIONS if calls[0][name] is not None]
     width = 0.7 / len(known)
+    heights = []
     for j, name in enumerate(known):
         text, colour = TRANSITIONS[name]
-        xs = [i + (j - (len(known) - 1) / 2) * width for i in range(len(rows))]
         counts = [each[name] for each in calls]
-        made = bottom.bar(xs, counts, width * 0.9, color=colour, label=text)
-        bottom.bar_label(made, map(short, counts), fontsize=7)
-    for ax, heights in ((top, totals), (bottom, [each[name] for each in calls for name in known])):
-        ax.set_ylim(min(height for height in heights if height) / 3, max(heights) * 8)
-        ax.set_yscale("log")  # after the limits, or it would guess some
-        ax.yaxis.set_major_formatter(lambda y, _: short(y))
-        ax.yaxis.set_minor_formatter(lambda *_: "")
-        ax.grid(False)
+        xs = places(rows, j, len(known), width)
+        made = ax.bar(xs, counts, width * 0.9, color=colour, label=text)
+        ax.bar_label(made, map(short, counts), fontsize=7)
+        heights += counts
+    set_log(ax, heights)
+
+
+def set_log(ax, heights: list[float]) -> None:
+    """A log axis with room for bars of these heights and what stands above them."""
+    lowest = min(height for height in heights if height)
+    ax.set_ylim(lowest / 3, max(heights) * 8)
+    ax.set_yscale("log")  # after the limits, or it would guess some
+    ax.yaxis.set_major_formatter(lambda y, _: short(y))
+    ax.yaxis.set_minor_formatter(lambda *_: "")
+    ax.grid(False)
 
 
 def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
@@ -199,21 +251,25 @@ def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
     if not found:
         print("no breakdown: no run has a complete trace (--stopwatch trace)", file=sys.stderr)
         return []
-    chosen, rows = [run for run, _ in found], [row for _, row in found]
+    chosen = [run for run, _ in found]
+    rows = [row for _, row in found]
     machine = run_dirs.machine([run.config for run in chosen])
+    record = {
+        "schema": 1,
+        "machine": machine,
+        "rows": rows,
+        "commands": [run.config["command"] for run in chosen],
+    }
     above = ["Where the time goes, from traced runs", *run_dirs.describe(machine)]
-    record = {"schema": 1, "machine": machine, "rows": rows}
-    record["commands"] = [run.config["command"] for run in chosen]
     run_dirs.write_report(out / name, above, cells(rows), [], record, labels=3)
     return curves.save(draw_stages(rows, chosen), out / f"{name}_stages")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__)
-    parser.add_argument("runs", type=Path, nargs="+")
+    parser = run_dirs.make_parser(__doc__, "runs")
     parser.add_argument("--out", type=Path, default=ROOT / "plots/out/breakdown", help="NAME")
     options = parser.parse_args(arguments)
-    runs, skipped = read_runs(options.runs, lambda path: read_run(path, whole=False))
+    runs, skipped = read_runs(options.runs, whole=False)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     files = write(runs, options.out.parent, options.out.name)

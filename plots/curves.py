@@ -27,7 +27,6 @@ have curves, but no scores. Scores are those of Agarwal et al.,
 
 import argparse
 import json
-import re
 import signal
 import sys
 from contextlib import suppress
@@ -43,9 +42,19 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import EngFormatter  # noqa: E402
 
-plt.rcParams |= {"axes.grid": True, "grid.color": "0.9", "axes.axisbelow": True}
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.xmargin": 0}
-plt.rcParams["axes.titlesize"] = 10
+plt.rcParams.update(
+    {
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlesize": 10,
+        "axes.xmargin": 0,
+        "grid.color": "0.9",
+    }
+)
+Array = np.ndarray
+Interval = tuple[Array, Array]  # low and high
 POINTS = 1000  # of a curve at most
 SAMPLES = 2000  # of a bootstrap
 RETURN = "charts/episodic_return"
@@ -58,6 +67,13 @@ COLOURS = {  # of the rows, in every figure the same; Okabe and Ito's
     "compile+cudagraphs": "#0072B2",
     "CleanRL": "#CC79A7",
 }
+ORDER = list(COLOURS)
+LEGEND = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1, 1),
+    "fontsize": 8,
+    "frameon": False,
+}
 BANDS = {
     "bootstrap": "95% interval of the mean",
     "std": "standard deviation",
@@ -68,47 +84,55 @@ AXES = {"steps": "environment steps", "seconds": "wall-clock time (seconds)"}
 # Statistics over runs: arrays are (s, g), s runs on a grid of g points, NaN where unknown
 
 
-def running_mean(values: np.ndarray, count: int) -> np.ndarray:
+def running_mean(values: Array, count: int) -> Array:
     """Mean of each value and up to `count` - 1 before it: (n,) -> (n,)."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - count, 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def on_grid(grid: np.ndarray, x: np.ndarray, values: np.ndarray) -> np.ndarray:
+def on_grid(grid: Array, x: Array, values: Array) -> Array:
     """`values` at `x`, linear in between, NaN outside of them: (n,) -> (g,)."""
     return np.interp(grid, x, values, left=np.nan, right=np.nan)
 
 
-def union_grid(xs: list[np.ndarray]) -> np.ndarray:
+def union_grid(xs: list[Array]) -> Array:
     """Every x of every run, thinned to `POINTS`, and the middles in between: (n,) each -> (g,).
 
     In a middle it shows that no run has a value between the end of one and the start of another.
     """
     grid = np.unique(np.concatenate(xs))
-    grid = grid[np.unique(np.linspace(0, len(grid) - 1, POINTS).round().astype(int))]
-    return np.sort(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]))
+    places = np.linspace(0, len(grid) - 1, POINTS).round()
+    grid = grid[np.unique(places.astype(int))]
+    middles = (grid[1:] + grid[:-1]) / 2
+    return np.sort(np.concatenate([grid, middles]))
 
 
-def mean_of_known(values: np.ndarray) -> np.ndarray:
+def mean_of_known(values: Array) -> Array:
     """(s, g) -> (g,), NaN where no run is known."""
-    return np.ma.masked_invalid(values).mean(0).filled(np.nan)
+    known = np.ma.masked_invalid(values)
+    return known.mean(0).filled(np.nan)
 
 
-def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def bootstrap(values: Array) -> Interval:
     """95% percentile interval of the mean over runs: (s, g) -> two (g,)."""
-    picks = np.random.default_rng(0).integers(len(values), size=(SAMPLES, len(values)))
-    weights = np.stack([np.bincount(pick, minlength=len(values)) for pick in picks])  # (b, s)
+    count = len(values)
+    rng = np.random.default_rng(0)
+    picks = rng.integers(count, size=(SAMPLES, count))
+    weights = [np.bincount(pick, minlength=count) for pick in picks]
+    weights = np.stack(weights)  # (b, s)
     known = ~np.isnan(values)
+    sums = weights @ np.nan_to_num(values)
     with np.errstate(invalid="ignore", divide="ignore"):
-        means = weights @ np.nan_to_num(values) / (weights @ known)  # (b, g); 0 / 0 is unknown
+        means = sums / (weights @ known)  # (b, g); 0 / 0 is unknown
     return np.nanpercentile(means, (2.5, 97.5), axis=0)
 
 
-def band(kind: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def band(kind: str, values: Array) -> Interval:
     """(s, g) -> low and high (g,), NaN where fewer than two runs are known."""
-    low, high = np.full((2, values.shape[1]), np.nan)
+    low = np.full(values.shape[1], np.nan)
+    high = low.copy()
     enough = (~np.isnan(values)).sum(0) > 1
     if not enough.any():
         return low, high
@@ -116,73 +140,85 @@ def band(kind: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if kind == "bootstrap":
         low[enough], high[enough] = bootstrap(values)
     else:
-        mean, width = mean_of_known(values), np.nanstd(values, axis=0, ddof=1)
-        low[enough], high[enough] = mean - width, mean + width
+        mean = mean_of_known(values)
+        width = np.nanstd(values, axis=0, ddof=1)
+        low[enough] = mean - width
+        high[enough] = mean + width
     return low, high
 
 
-def iqm(scores: np.ndarray) -> np.ndarray:
+def iqm(scores: Array) -> Array:
     """Interquartile mean, that of the middle half: (..., n) -> (...)."""
     ordered = np.sort(scores, axis=-1)
-    cut = ordered.shape[-1] // 4
-    return ordered[..., cut : ordered.shape[-1] - cut].mean(-1)
+    count = ordered.shape[-1]
+    cut = count // 4
+    return ordered[..., cut : count - cut].mean(-1)
 
 
-def stratified(scores: list[np.ndarray]) -> tuple[float, float]:
+def stratified(scores: list[Array]) -> tuple[float, float]:
     """95% interval of the interquartile mean, runs drawn anew within each task: (runs,) each."""
     rng = np.random.default_rng(0)
-    draws = [task[rng.integers(len(task), size=(SAMPLES, len(task)))] for task in scores]
-    return tuple(np.percentile(iqm(np.concatenate(draws, axis=1)), (2.5, 97.5)))
+    draws = []
+    for task in scores:
+        picks = rng.integers(len(task), size=(SAMPLES, len(task)))
+        draws.append(task[picks])
+    means = iqm(np.concatenate(draws, axis=1))
+    return tuple(np.percentile(means, (2.5, 97.5)))
 
 
-# Which runs there are, and which are one line
-
-
-class CleanRLRun(Run):
-    """A run of CleanRL: its name says what was run, its TensorBoard files what came of it."""
-
-    row = "CleanRL"
-    script = property(lambda self: self.config["args"]["exp_name"])
-    hardware = "unknown for CleanRL"
-
-
-def read_any(path: Path) -> Run:
-    """A run of ours or, ENV__EXP__SEED__TIME, of CleanRL; ValueError says why it is neither."""
-    named = re.fullmatch("(.+)__(.+)__([0-9]+)__([0-9]+)", path.name)
-    if not named or (path / "config.json").exists() or not any(path.glob("*.tfevents.*")):
-        return run_dirs.read_run(path, whole=False)
-    args = {"env_id": named[1], "exp_name": named[2], "seed": int(named[3])}
-    return CleanRLRun(path, {"args": args}, {})
+# Which runs are one line
 
 
 def varying(runs: list[Run]) -> list[str]:
     """The settings that tell runs of a row apart, as few as do; seeds are none."""
     settings = [run.config["args"] for run in runs]
-    found, parts = [], [(run.row,) for run in runs]
+    found = []
+    parts = [(run.row,) for run in runs]
     for name in dict.fromkeys(name for args in settings for name in args):
-        finer = [(*part, repr(args.get(name))) for part, args in zip(parts, settings, strict=True)]
-        if name not in FREE_ARGS | {"env_id"} and len(set(finer)) > len(set(parts)):
-            found, parts = [*found, name], finer
+        if name in FREE_ARGS | {"env_id"}:
+            continue
+        finer = []
+        for part, args in zip(parts, settings, strict=True):
+            finer.append((*part, repr(args.get(name))))
+        if len(set(finer)) > len(set(parts)):
+            found.append(name)
+            parts = finer
     return found
 
 
-def groups(runs: list[Run], by: list[str] | None = None) -> dict[tuple[str, str], dict]:
-    """{(script, environment): {line: runs}}: rows as in the table, numbers by size."""
+def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
+    """What sorts the line of a run, and its name: rows as in the table, numbers by size."""
+    key = [ORDER.index(run.row)]
+    texts = [run.row] if with_row else []
+    for name in names:
+        value = run.config["args"].get(name)
+        if isinstance(value, int | float):
+            key.append((value, ""))
+        else:
+            key.append((0, str(value)))
+        if name in run.config["args"]:
+            texts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
+    return key, ", ".join(texts) or run.row
+
+
+def groups(runs: list[Run], by: list[str] | None = None) -> dict:
+    """{(script, environment): {line: runs}}."""
+    panels: dict = {}
+    for run in runs:
+        panel = run.script, run.env_id
+        panels.setdefault(panel, []).append(run)
     found: dict = {}
-    for panel in sorted({(run.script, run.env_id) for run in runs}):
-        mine = [run for run in runs if (run.script, run.env_id) == panel]
+    for panel, mine in sorted(panels.items()):
         names = varying(mine) if by is None else by
-        several = len({run.row for run in mine}) > 1
+        several_rows = len({run.row for run in mine}) > 1
         lines: dict = {}
+        keys = {}
         for run in mine:
-            args = run.config["args"]
-            values = [(name, args[name]) for name in names if name in args]
-            texts = [f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in values]
-            name = ", ".join([run.row] * (several or not texts) + texts)
-            keys = [(v, "") if isinstance(v, int | float) else (0, str(v)) for _, v in values]
-            key = ([*COLOURS].index(run.row), *keys)
-            lines.setdefault((key, name), []).append(run)
-        found[panel] = {line: lines[key, line] for key, line in sorted(lines)}
+            key, line = line_of(run, names, several_rows)
+            keys[line] = key
+            lines.setdefault(line, []).append(run)
+        in_order = sorted(lines, key=keys.get)
+        found[panel] = {line: lines[line] for line in in_order}
     return found
 
 
@@ -214,15 +250,23 @@ def curve(series: dict[str, Series], metric: str, axis: str, last: int | None) -
     """A running mean of the metric over `axis`: steps, seconds or another metric."""
     if metric not in series or axis not in AXES and axis not in series:
         return None
-    found, finite = series[metric], np.isfinite(series[metric].values)
-    if axis in AXES:
-        x = getattr(found, axis)[finite]
+    found = series[metric]
+    finite = np.isfinite(found.values)
+    steps = found.steps[finite]
+    values = found.values[finite]
+    if axis == "steps":
+        x = steps
+    elif axis == "seconds":
+        x = found.seconds[finite]
     else:
-        x = on_grid(found.steps[finite], series[axis].steps, series[axis].values)
-    last = last or min(max(finite.sum() // 10, 1), MEAN_OF)
-    y, known = running_mean(found.values[finite], last), ~np.isnan(x)
+        x = on_grid(steps, series[axis].steps, series[axis].values)
+    tenth = min(max(len(values) // 10, 1), MEAN_OF)
+    y = running_mean(values, last or tenth)
+    known = ~np.isnan(x)
+    if not known.any():
+        return None
     rising = np.argsort(x[known], kind="stable")
-    return (x[known][rising], y[known][rising]) if known.any() else None
+    return x[known][rising], y[known][rising]
 
 
 def learning(found: dict, series: dict, metric: str, axis: str, last: int | None) -> dict:
@@ -231,7 +275,8 @@ def learning(found: dict, series: dict, metric: str, axis: str, last: int | None
     for panel, lines in found.items():
         for line, runs in lines.items():
             made = [curve(series[run.path], metric, axis, last) for run in runs]
-            if curves := [each for each in made if each is not None]:
+            curves = [each for each in made if each is not None]
+            if curves:
                 kept.setdefault(panel, {})[line] = curves
     return kept
 
@@ -243,7 +288,9 @@ def styles(lines: list[str]) -> dict[str, dict]:
     """A colour and dashes per line, the same for the same rows everywhere."""
     if set(lines) <= set(COLOURS):
         return {line: {"color": COLOURS[line]} for line in lines}
-    looks = cycler(linestyle=("-", "--", "-.", ":")) * cycler(color=[*COLOURS.values()])
+    dashes = cycler(linestyle=["-", "--", "-.", ":"])
+    colours = cycler(color=[*COLOURS.values()])
+    looks = dashes * colours
     return dict(zip(lines, looks(), strict=False))
 
 
@@ -255,15 +302,18 @@ def headline(figure, text: str, runs: list[Run]) -> None:
     figure.text(0.5, below, hardware, ha="center", fontsize=8.5, color="0.35")
 
 
-def draw_line(ax, curves: list[tuple], kind: str, look: dict) -> None:
+def draw_line(ax, curves: list[tuple], kind: str, line: str, look: dict) -> None:
     """The mean of (x, y) each, its band and each run."""
     grid = union_grid([x for x, _ in curves])
-    values = np.array([on_grid(grid, *each) for each in curves])
-    look = look | {"marker": "o" if max(len(x) for x, _ in curves) == 1 else None}
+    values = np.array([on_grid(grid, x, y) for x, y in curves])
+    if max(len(x) for x, _ in curves) == 1:
+        look = look | {"marker": "o"}
     for x, y in curves:
-        ax.plot(x, y, linewidth=0.5, alpha=0.45, **look | {"label": None})
-    ax.fill_between(grid, *band(kind, values), color=look["color"], alpha=0.18, linewidth=0)
-    ax.plot(grid, mean_of_known(values), linewidth=1.8, **look)
+        ax.plot(x, y, linewidth=0.5, alpha=0.45, **look)
+    low, high = band(kind, values)
+    ax.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    name = f"{line} (n={len(curves)})"
+    ax.plot(grid, mean_of_known(values), linewidth=1.8, label=name, **look)
 
 
 def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: list[Run]):
@@ -271,22 +321,28 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
 
     `columns` holds what `learning` returns by the name of its axis: the same lines for each.
     """
-    if not (panels := list(next(iter(columns.values())))):
+    panels = list(next(iter(columns.values())))
+    if not panels:
         return None
-    shape, size = (len(panels), len(columns)), (5.2 * len(columns) + 1.5, 3.1 * len(panels) + 0.7)
-    figure, grid = plt.subplots(*shape, figsize=size, layout="constrained", squeeze=False)
+    figure, grid = plt.subplots(
+        len(panels),
+        len(columns),
+        figsize=(5.2 * len(columns) + 1.5, 3.1 * len(panels) + 0.7),
+        layout="constrained",
+        squeeze=False,
+    )
     headline(figure, f"{heading}; band: {BANDS[kind]}", runs)
     for row, panel in zip(grid, panels, strict=True):
         for ax, (axis, column) in zip(row, columns.items(), strict=True):
             looks = styles(list(column[panel]))
             for line, curves in column[panel].items():
-                name = f"{line} (n={len(curves)})"
-                draw_line(ax, curves, kind, looks[line] | {"label": name})
+                draw_line(ax, curves, kind, line, looks[line])
             ax.set_xlabel(AXES.get(axis, axis))
             ax.xaxis.set_major_formatter(EngFormatter())
-        row[0].set_title(f"{label(panel[0])}: {panel[1]}", loc="left")
+        script, env_id = panel
+        row[0].set_title(f"{label(script)}: {env_id}", loc="left")
         row[0].set_ylabel(what)
-        row[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+        ax.legend(**LEGEND)
     return figure
 
 
@@ -305,31 +361,46 @@ def score_lines(known: dict, target: float | None) -> list[dict]:
             methods.setdefault((script, line), {})[env_id] = curves
     rows = []
     for (script, line), tasks in methods.items():
-        finals = {env_id: np.array([y[-1] for _, y in curves]) for env_id, curves in tasks.items()}
+        finals = {}
+        times = []  # when each first reached the target
+        for env_id, curves in tasks.items():
+            finals[env_id] = [float(y[-1]) for _, y in curves]
+            for x, y in curves:
+                reached = x[y >= target] if target is not None else []
+                times.append(float(reached[0]) if len(reached) else None)
         if min(map(len, finals.values())) < 2:
             continue
-        together, (low, high) = np.concatenate([*finals.values()]), stratified([*finals.values()])
-        row = {"script": script, "line": line, "runs": len(together)}
-        row |= {"finals": {env_id: list(values) for env_id, values in finals.items()}}
-        row |= {"iqm": float(iqm(together)), "low": low, "high": high}
+        scores = [np.array(values) for values in finals.values()]
+        together = np.concatenate(scores)
+        low, high = stratified(scores)
+        row = {
+            "script": script,
+            "line": line,
+            "runs": len(together),
+            "finals": finals,
+            "iqm": float(iqm(together)),
+            "low": low,
+            "high": high,
+        }
         if target is not None:
-            after = [x[y >= target] for curves in tasks.values() for x, y in curves]
-            row["times"] = [float(x[0]) if len(x) else None for x in after]
+            row["times"] = times
         rows.append(row)
     return rows
 
 
 def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
-    table = [["script", "line", "runs", "IQM (95%)"]]
+    heading = ["script", "line", "runs", "IQM (95%)"]
     if target is not None:
-        table[0] += [f"steps until {target:g}, median", "never"]
+        heading += [f"steps until {target:g}, median", "never"]
+    table = [heading]
     for row in rows:
         score = f"{row['iqm']:,.1f} ({row['low']:,.1f} to {row['high']:,.1f})"
         cells = [row["script"], row["line"], str(row["runs"]), score]
         if target is not None:
             times = sorted(np.inf if time is None else time for time in row["times"])
             median = times[(len(times) - 1) // 2]  # those that never are count
-            cells += [f"{median:,.0f}", str(row["times"].count(None))]
+            cells.append(f"{median:,.0f}")
+            cells.append(str(times.count(np.inf)))
         table.append(cells)
     return table
 
@@ -339,38 +410,45 @@ def draw_scores(rows: list[dict], what: str):
     size = (11, max(3.2, 0.4 * len(rows) + 1.6))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     figure.suptitle(f"Final {what}", fontsize=12)
-    several = len({row["script"] for row in rows}) > 1
-    names = [f"{label(row['script'])} " * several + row["line"] for row in rows]
+    names = [row["line"] for row in rows]
+    if len({row["script"] for row in rows}) > 1:
+        names = [f"{label(row['script'])} {row['line']}" for row in rows]
     looks = styles(names)
-    finals = [np.concatenate([*row["finals"].values()]) for row in rows]
-    levels = np.linspace(min(map(np.min, finals)), max(map(np.max, finals)), 200)
-    for i, (name, row, final) in enumerate(zip(names, rows, finals, strict=True)):
-        colour = looks[name]["color"]
-        left.plot([row["low"], row["high"]], [i, i], color=colour, lw=6, alpha=0.35)
+    finals = []
+    for row in rows:
+        tasks = row["finals"].values()
+        finals.append(np.concatenate(list(tasks)))
+    everything = np.concatenate(finals)
+    levels = np.linspace(everything.min(), everything.max(), 200)
+    for i, row in enumerate(rows):
+        look = looks[names[i]]
+        colour = look["color"]
+        left.hlines(i, row["low"], row["high"], color=colour, linewidth=6, alpha=0.35)
         left.plot(row["iqm"], i, "|", color=colour, markersize=16, markeredgewidth=2.5)
-        right.plot(levels, 100 * (final[:, None] >= levels).mean(0), label=name, **looks[name])
+        shares = (finals[i][:, None] >= levels).mean(0)
+        right.plot(levels, 100 * shares, label=names[i], **look)
     left.margins(x=0.1)
     left.set_yticks(range(len(rows)), names, fontsize=8)
     left.set(ylim=(len(rows) - 0.5, -0.5), xlabel="interquartile mean and its 95% interval")
     right.set(xlabel="at least this value", ylabel="% of runs", ylim=(0, 103))
-    right.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    right.legend(**LEGEND)
     return figure
 
 
 def save(figure, stem: Path) -> list[Path]:
     """`figure` as `stem`.png and .svg, whose text stays text and whose bytes repeat."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    png = stem.with_name(f"{stem.name}.png")
+    svg = stem.with_name(f"{stem.name}.svg")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": stem.name}):
-        figure.savefig(files[0], dpi=130)
-        figure.savefig(files[1], metadata={"Date": None})
+        figure.savefig(png, dpi=130)
+        figure.savefig(svg, metadata={"Date": None})
     plt.close(figure)
-    return files
+    return [png, svg]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = run_dirs.make_parser(__doc__)
-    parser.add_argument("runs", type=Path, nargs="+")
+    parser = run_dirs.make_parser(__doc__, "runs")
     parser.add_argument("--out", type=Path, default=ROOT / "plots/out/curves", help="NAME")
     parser.add_argument("--metric", default=RETURN, help=f"of TensorBoard (default: {RETURN})")
     parser.add_argument("--x", help="steps, seconds or a metric (default: both)")
@@ -385,35 +463,41 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> list[Path]:
     """The figures that these runs have something to show for; the files."""
     options = options or parse([str(out)])
+    metric = options.metric
+    last = options.last
     axes = [options.x] if options.x else list(AXES)
-    series = {run.path: read_series(run.path, [options.metric, *axes]) for run in runs}
+    series = {run.path: read_series(run.path, [metric, *axes]) for run in runs}
     found = groups(runs, options.by)
-    what = options.metric.rpartition("/")[2].replace("_", " ")
-    last = options.last or f"tenth of a run, {MEAN_OF} values at most"
-    columns = {axis: learning(found, series, options.metric, axis, options.last) for axis in axes}
-    figure = draw(columns, options.band, what, f"Learning: {what}, mean of the last {last}", runs)
+    what = metric.rpartition("/")[2].replace("_", " ")
+    mean_of = f"mean of the last {last or f'tenth of a run, {MEAN_OF} values at most'}"
+    columns = {axis: learning(found, series, metric, axis, last) for axis in axes}
+    figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", runs)
     if not figure:
-        print(f"no figure: these runs have no {options.metric}", file=sys.stderr)
+        print(f"no figure: these runs have no {metric}", file=sys.stderr)
         return []
     files = save(figure, out / f"{name}_learning")
-    whole = {run.path: {} if run.missing else series[run.path] for run in runs}
-    steps = learning(found, whole, options.metric, "steps", options.last)
+    for run in runs:
+        if run.missing:  # it has no score
+            series[run.path] = {}
+    steps = learning(found, series, metric, "steps", last)
     rows = score_lines(steps, options.target)
     if len(rows) > 1:
-        files += save(draw_scores(rows, f"{what}, mean of the last {last}"), out / f"{name}_scores")
-        files.append(out / f"{name}_scores.json")
-        files[-1].write_text(json.dumps(rows, indent=1) + "\n")
+        files += save(draw_scores(rows, f"{what}, {mean_of}"), out / f"{name}_scores")
+        numbers = out / f"{name}_scores.json"
+        numbers.write_text(json.dumps(rows, indent=1) + "\n")
+        files.append(numbers)
         print(f"\n{run_dirs.as_text(score_cells(rows, options.target), labels=2)}\n")
     return files
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    runs, skipped = read_runs(options.runs, read_any)
-    said = [f"skipped: {line}" for line in skipped]
-    said += [f"interrupted: {shown(run.path)} {run.missing}" for run in runs if run.missing]
-    for line in said:
-        print(line, file=sys.stderr)
+    runs, skipped = read_runs(options.runs, whole=False)
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    for run in runs:
+        if run.missing:
+            print(f"interrupted: {shown(run.path)} {run.missing}", file=sys.stderr)
     try:
         runs = matching(runs, options.where)
         options.by = options.by and [setting(name, runs) for name in options.by]

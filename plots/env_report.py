@@ -3,9 +3,7 @@
 python plots/env_report.py plots/results/env_scaling_cpu.json       draws both anew
 """
 
-import json
 import statistics
-import sys
 from pathlib import Path
 
 import curves
@@ -41,34 +39,43 @@ def arms(rows: list[dict]) -> list[str]:
 
 def medians(rows: list[dict], arm: str) -> dict[int, float]:
     """Median seconds of a step by number of environments."""
-    mine = [row for row in rows if row["arm"] == arm and "seconds" in row]
-    return {row["num_envs"]: statistics.median(row["seconds"]) for row in mine}
+    found = {}
+    for row in rows:
+        if row["arm"] == arm and "seconds" in row:
+            found[row["num_envs"]] = statistics.median(row["seconds"])
+    return found
 
 
-def turning_point(num_envs: list[int], seconds: list[float]) -> dict:
-    """Fits seconds = flat + per_env * N, all errors relative -> both, N where they are equal.
+def turning_point(seconds: dict[int, float]) -> dict | None:
+    """Fits seconds of N = flat + per_env * N, all errors relative -> both, N where they are equal.
 
     Relative weights, because the times span decades: weighted least squares, solved exactly. Both
-    coefficients are at least 0; `turning` is None where one of them is 0.
+    coefficients are at least 0; `turning` is None where one of them is 0. Two points are no fit.
     """
-    n, t = np.array(num_envs, float), np.array(seconds)
+    if len(seconds) < 3:
+        return None
+    n = np.array(list(seconds), float)
+    t = np.array(list(seconds.values()))
     columns = np.stack([1 / t, n / t], axis=1)
     flat, per_env = np.linalg.lstsq(columns, np.ones(len(t)), rcond=None)[0]
+    alone = columns.sum(0) / np.square(columns).sum(0)  # each with the other one 0
     if flat <= 0:
-        flat, per_env = 0.0, columns[:, 1].sum() / np.square(columns[:, 1]).sum()
+        flat = 0.0
+        per_env = alone[1]
     elif per_env <= 0:
-        flat, per_env = columns[:, 0].sum() / np.square(columns[:, 0]).sum(), 0.0
+        flat = alone[0]
+        per_env = 0.0
     turning = float(flat / per_env) if flat and per_env else None
     return {"flat": float(flat), "per_env": float(per_env), "turning": turning}
 
 
-def describe_turning(fit: dict, num_envs: list[int]) -> str:
+def describe_turning(fit: dict, seconds: dict[int, float]) -> str:
     turning = fit["turning"]
     if turning is None:
         return "none"
-    if turning > max(num_envs):
-        return f"above {max(num_envs):,}"
-    return f"{turning:,.0f}" if turning > min(num_envs) else "below 1"
+    if turning > max(seconds):
+        return f"above {max(seconds):,}"
+    return f"{turning:,.0f}" if turning > min(seconds) else "below 1"
 
 
 # The table
@@ -82,22 +89,32 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
+def speeds(seconds: dict[int, float], numbers: list[int]) -> list[str]:
+    """Steps/s with so many environments."""
+    return [short(n / seconds[n]) if n in seconds else "-" for n in numbers]
+
+
 def cells(record: dict) -> list[list[str]]:
     """A line per arm, heading first; what could not run is named."""
     rows = record["rows"]
     numbers = {row["num_envs"] for row in rows}
     shown = [n for n in SHOWN if n in numbers] or sorted(numbers)
-    table = [["arm", *(f"steps/s at {n:,}" for n in shown), "flat, us", "ns per env", "turning"]]
+    heading = ["arm", *(f"steps/s at {n:,}" for n in shown), "flat, us", "ns per env", "turning"]
+    table = [heading]
     for arm in arms(rows):
         seconds = medians(rows, arm)
-        line = [arm, *(short(n / seconds[n]) if n in seconds else "-" for n in shown)]
-        if len(seconds) > 2:
-            fit = turning_point(list(seconds), list(seconds.values()))
-            line += [f"{fit['flat'] * 1e6:,.1f}", f"{fit['per_env'] * 1e9:,.2f}"]
-            line.append(describe_turning(fit, list(seconds)))
-        table.append(line + ["-"] * (len(table[0]) - len(line)))
+        line = [arm, *speeds(seconds, shown)]
+        fit = turning_point(seconds)
+        if fit:
+            line.append(f"{fit['flat'] * 1e6:,.1f}")
+            line.append(f"{fit['per_env'] * 1e9:,.2f}")
+            line.append(describe_turning(fit, seconds))
+        else:
+            line += ["-", "-", "-"]
+        table.append(line)
     for arm, reason in record["skipped"].items():
-        table.append([arm, f"skipped: {reason}", *[""] * (len(table[0]) - 2)])
+        blank = [""] * (len(heading) - 2)
+        table.append([arm, f"skipped: {reason}", *blank])
     return table
 
 
@@ -106,20 +123,29 @@ def cells(record: dict) -> list[list[str]]:
 
 def style(arm: str) -> dict:
     """A colour for each arm, darker with more threads per block; squares for those on a GPU."""
-    colour = next((each for start, each in COLOURS.items() if arm.startswith(start)), "black")
+    colours = [colour for start, colour in COLOURS.items() if arm.startswith(start)]
+    colour = colours[0] if colours else "black"
     start, _, threads = arm.rpartition(" ")
     if start in SHADES:
-        colour = plt.get_cmap(SHADES[start])(0.3 + 0.07 * np.log2(int(threads)))
-    marker = "s" if start in SHADES or "GPU" in arm else "o"
-    return {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.4}
+        shade = 0.3 + 0.07 * np.log2(int(threads))
+        colour = plt.get_cmap(SHADES[start])(shade)
+    return {
+        "color": colour,
+        "marker": "s" if start in SHADES or "GPU" in arm else "o",
+        "markersize": 3.5,
+        "linewidth": 1.4,
+    }
 
 
 def throughput(record: dict):
     """Steps/s against their number, a diamond at each turning point, and what memory allows."""
-    rows, cpu, gpu = record["rows"], record["machine"]["cpu"], record["machine"]["gpu"]
+    rows = record["rows"]
+    gpu = record["machine"]["gpu"]
+    where = f"CartPole-v1 on {run_dirs.processor(record['machine']['cpu'])}"
+    if gpu:
+        where += f", {gpu}"
     figure, ax = plt.subplots(figsize=(8, 5.2), layout="constrained")
     figure.suptitle("Throughput", fontsize=13)
-    where = f"CartPole-v1 on {cpu['model']}, {cpu['cores']} cores" + (f", {gpu}" if gpu else "")
     ax.set_title(where, fontsize=9, color="0.35")
     ax.set(xscale="log", yscale="log")
     ax.set(xlabel="environments", ylabel="environment steps per second")
@@ -127,12 +153,12 @@ def throughput(record: dict):
     diamond = {"marker": "D", "markersize": 8, "fillstyle": "none"}
     for arm in arms(rows):
         seconds = medians(rows, arm)
-        speeds = [n / t for n, t in seconds.items()]
-        ax.plot(seconds.keys(), speeds, label=arm, **style(arm))
-        fit = turning_point(list(seconds), list(seconds.values())) if len(seconds) > 2 else {}
-        turning = fit.get("turning")
+        look = style(arm)
+        ax.plot(seconds.keys(), [n / t for n, t in seconds.items()], label=arm, **look)
+        fit = turning_point(seconds) or {"turning": None}
+        turning = fit["turning"]
         if turning and min(seconds) < turning < max(seconds):
-            ax.plot(turning, turning / (2 * fit["flat"]), **style(arm) | diamond)
+            ax.plot(turning, turning / (2 * fit["flat"]), **look | diamond)
     words = "turning point of flat + linear fit"
     ax.plot([], [], color="0.3", linestyle="", label=words, **diamond)
     limits = record["bytes_per_second"].items()
@@ -147,12 +173,26 @@ def throughput(record: dict):
 def write(record: dict, stem: Path) -> None:
     """Prints and writes NAME.md and NAME.json, and draws NAME_throughput."""
     title = f"CartPole-v1, its steps against their number: {record['command']}"
-    below = [f"{name}: {short(x)} bytes/s copied" for name, x in record["bytes_per_second"].items()]
     above = [title, *run_dirs.describe(record["machine"])]
+    below = []
+    for device, rate in record["bytes_per_second"].items():
+        below.append(f"{device}: {short(rate)} bytes/s copied")
     run_dirs.write_report(stem, above, cells(record), below, record, labels=1)
     curves.save(throughput(record), stem.with_name(f"{stem.name}_throughput"))
 
 
+def main() -> None:
+    parser = run_dirs.make_parser(__doc__)
+    parser.add_argument("records", type=Path, nargs="+")
+    for path in parser.parse_args().records:
+        try:
+            record = run_dirs.read_json(path)
+            write(record, path.with_suffix(""))
+        except ValueError as problem:
+            raise SystemExit(f"error: {path.parent} {problem}") from None
+        except (KeyError, TypeError):
+            raise SystemExit(f"error: {path} is no record of the study") from None
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        write(json.loads(Path(name).read_text()), Path(name).with_suffix(""))
+    main()

@@ -12,10 +12,9 @@ import json
 import re
 import statistics
 import sys
-from pathlib import Path
 
 import numpy as np
-from run_dirs import ROOT, ROWS, as_markdown, make_parser, short
+from run_dirs import ROOT, ROWS, as_markdown, make_parser, processor, short
 
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -27,15 +26,18 @@ LEARNED = [  # algorithm, records, what others have published
     ("PPO", ["ppo_halfcheetah_1m_baseline", "ppo_halfcheetah_1m"], CLEANRL.format("1,443 +- 46")),
     ("PPO for Atari", ["ppo_atari_pong"], ""),
     ("PPO on CartPoles", ["ppo_cartpole_learning"], "500 is the most"),
-    (
-        "SAC on MuJoCo's worlds",
-        ["sac_mujoco_halfcheetah_1m_baseline", "sac_mujoco_halfcheetah_1m"],
-        "",
-    ),
 ]
-for task in "halfcheetah_1m halfcheetah_5m hopper_5m walker2d_5m ant_5m humanoid_5m".split():
-    records = [f"ppo_mujoco_{task}_baseline", f"ppo_mujoco_{task}"]
-    LEARNED.append(("PPO on MuJoCo's worlds", records, ""))
+ON_WORLDS = [
+    ("SAC", "sac_mujoco_halfcheetah_1m"),
+    ("PPO", "ppo_mujoco_halfcheetah_1m"),
+    ("PPO", "ppo_mujoco_halfcheetah_5m"),
+    ("PPO", "ppo_mujoco_hopper_5m"),
+    ("PPO", "ppo_mujoco_walker2d_5m"),
+    ("PPO", "ppo_mujoco_ant_5m"),
+    ("PPO", "ppo_mujoco_humanoid_5m"),
+]
+for algorithm, name in ON_WORLDS:
+    LEARNED.append((f"{algorithm} on MuJoCo's worlds", [f"{name}_baseline", name], ""))
 
 
 def record(name: str) -> dict:
@@ -49,30 +51,38 @@ def with_range(spread: dict, middle: str = "mean") -> str:
 
 def where(machine: dict) -> str:
     """The hardware, and what else a speed depends on."""
-    cpu, versions = machine["cpu"], machine["versions"]
+    cpu = machine["cpu"]
     vectors = f", {cpu['vectors']}" if cpu.get("vectors") else ""
-    place = machine["gpu"] or f"{cpu['model']}, {cpu['cores']} cores{vectors}, no GPU"
-    return f"{place}; Python {machine['python']}, torch {versions['torch']}"
+    place = machine["gpu"] or f"{processor(cpu)}{vectors}, no GPU"
+    return f"{place}; Python {machine['python']}, torch {machine['versions']['torch']}"
 
 
 def speedup() -> str:
     """The speed-up table, a line per pair of scripts."""
     found = record("speedup_cpu")
     rows = {(row["script"], row["row"]): row for row in found["rows"]}
-    scripts = sorted(dict.fromkeys(script for script, _ in rows), key=lambda name: "gpu" in name)
-    captured = [row for row in ROWS if "cudagraphs" in row]
+    scripts = dict.fromkeys(script for script, _ in rows)
     heading = ["script", "baseline", "`--compile`", "`--cudagraphs`, alone and with it"]
-    table = [[*heading, "overall", "warm-up s"]]
-    for script in scripts:
-        line = [f"`{script}`"]
-        for row in ("baseline", "compile"):
-            spread = rows[script, row].get("sps_steady")
-            line.append(with_range(spread) if spread else NOT_MEASURED)
-        spreads = [rows[script, row].get("sps_steady") for row in captured]
-        line.append(" ".join(with_range(s) for s in spreads if s) or NOT_MEASURED)
-        best = [rows[script, row] for row in ROWS if "speedup" in rows[script, row]][-1]
-        line += [f"**{best['speedup']:.2f}x**", f"{best['warmup_seconds']['first']:.1f}"]
-        table.append(line)
+    heading += ["overall", "warm-up s"]
+    table = [heading]
+    for script in sorted(scripts, key=lambda name: "gpu" in name):
+        mine = {row: rows[script, row] for row in ROWS}
+        speeds = {}
+        for name, row in mine.items():
+            if "sps_steady" in row:
+                speeds[name] = with_range(row["sps_steady"])
+        captured = [speeds[name] for name in speeds if "cudagraphs" in name]
+        best = [row for row in mine.values() if "speedup" in row][-1]
+        table.append(
+            [
+                f"`{script}`",
+                speeds.get("baseline", NOT_MEASURED),
+                speeds.get("compile", NOT_MEASURED),
+                " ".join(captured) or NOT_MEASURED,
+                f"**{best['speedup']:.2f}x**",
+                f"{best['warmup_seconds']['first']:.1f}",
+            ]
+        )
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
     said = f"Environment steps/s after the warm-up, in quick runs, seeds per row: {seeds}, on "
     said += f"{where(found['machine'])} (`speedup_cpu.md`)."
@@ -88,29 +98,32 @@ def field() -> str:
     for name, title in titles.items():
         found = record(f"{name}_field_cpu")
         rows = {row["entrant"]: row for row in found["rows"]}
-        best = max((row for row in rows.values() if "LeanRL" in row["entrant"]), key=ratio)
-        entrants = ["Stable-Baselines3", "SBX", "LeanRL baseline", "LeanRL eager", best["entrant"]]
-        cells = [
-            with_range(rows[e]["sps_steady"], "median") if e in rows else "-" for e in entrants
-        ]
-        speeds = [{e: run["sps_steady"] for e, run in turn.items()} for turn in found["rounds"]]
-        of_sbx = [turn[best["entrant"]] / turn["SBX"] for turn in speeds if "SBX" in turn]
-        told = f"{statistics.median(of_sbx):.2f}x" if of_sbx else "-"
-        table.append([title, *cells, f"**{ratio(best):.2f}x**", told, str(len(speeds))])
+        ours = [row for name, row in rows.items() if "LeanRL" in name]
+        best = max(ours, key=lambda row: row["ratio_to_sb3"])
+        fastest = best["entrant"]
+        line = [title]
+        for entrant in ("Stable-Baselines3", "SBX", "LeanRL baseline", "LeanRL eager", fastest):
+            known = entrant in rows
+            line.append(with_range(rows[entrant]["sps_steady"], "median") if known else "-")
+        of_sbx = []
+        for turn in found["rounds"]:
+            if "SBX" in turn:
+                of_sbx.append(turn[fastest]["sps_steady"] / turn["SBX"]["sps_steady"])
+        line.append(f"**{best['ratio_to_sb3']:.2f}x**")
+        line.append(f"{statistics.median(of_sbx):.2f}x" if of_sbx else "-")
+        line.append(str(len(found["rounds"])))
+        table.append(line)
     said = "Environment steps/s, and ratios of the same round: medians (and ranges) over rounds in "
     said += "turns (`*_field_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "
     said += "with `--channels-last`, and its Stable-Baselines3 on that library's own environments."
     found = record("sac_mujoco_field_cpu")
     returns = [f"{row['entrant']}: {short(row['return']['median'])}" for row in found["rows"]]
-    minutes, threads = found["command"].split()[-1], found["machine"]["cpu"]["threads"]
+    minutes = found["command"].split()[-1]
+    threads = found["machine"]["cpu"]["threads"]
     said += f" What SAC has learned on HalfCheetah after {minutes} minutes, evaluated, threads: "
     said += f"{threads}, seeds: {len(found['rounds'])}, each with its own defaults, which matter "
     said += f"as much as speed: {'; '.join(returns)}."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
-
-
-def ratio(row: dict) -> float:
-    return row["ratio_to_sb3"]
 
 
 def ablated(algorithm: str) -> list[tuple]:
@@ -129,7 +142,9 @@ def ablated(algorithm: str) -> list[tuple]:
 
 def tricks() -> str:
     """What the variants lose without one trick, the most valuable first."""
-    rows, little, noise = [], [], []
+    rows = []
+    little = []
+    noise = []
     for algorithm in ("ppo", "td3", "sac"):
         for of_whole, name, worth in ablated(algorithm):
             if worth == "noise" or of_whole > 0.9:
@@ -150,7 +165,8 @@ def growth() -> str:
     for doubled in ("batch 256", "environments 1"):  # they are "width 256"
         lines.pop(doubled, None)
     table = [list(cells) for cells in zip(*lines.values(), strict=True)]
-    threads, rounds = found["machine"]["cpu"]["threads"], len(found["rounds"])
+    threads = found["machine"]["cpu"]["threads"]
+    rounds = len(found["rounds"])
     said = f"Environment steps/s, threads: {threads}, rounds: {rounds}, on "
     said += f"{where(found['machine'])} (`growth_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
@@ -184,33 +200,37 @@ def learned(runs: list[dict], steps: int) -> list[str]:
     from curves import bootstrap
 
     evaluated = all(run.get("eval_returns") for run in runs)
-    ends = [run["eval_returns"][-1][1] if evaluated else run["mean_return_last_10"] for run in runs]
+    ends = []
+    minutes = []
+    whole = True  # of a run that was resumed there is only the first part
+    for run in runs:
+        ends.append(run["eval_returns"][-1][1] if evaluated else run["mean_return_last_10"])
+        part = run["stages"]
+        speed = part["sps"] if "sps" in part else part["sps_inclusive"]  # of the oldest records
+        whole = whole and part["wall_seconds"] * speed > 0.99 * steps
+        minutes.append(round(part["wall_seconds"] / 60))
     said = ", ".join(map(short, ends))
     if len(ends) >= 5:
         low, high = bootstrap(np.array(ends)[:, None])
         said = f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
-    parts = [run["stages"] for run in runs]  # of a run that was resumed only the first part
-    whole = all(part["wall_seconds"] * part["sps_inclusive"] > 0.99 * steps for part in parts)
-    minutes = [round(part["wall_seconds"] / 60) for part in parts]
     took = " to ".join(map(str, sorted({min(minutes), max(minutes)}))) if whole else "-"
     return [said if evaluated else f"{said} in training", took]
 
 
 def environments() -> str:
     """Steps/s of environments alone."""
-    from env_report import STEP_BYTES, arms, describe_turning, medians, turning_point
-    from env_report import short as with_unit
+    import env_report
 
     found = record("env_scaling_cpu")
-    rows, shown = found["rows"], (1, 64, 4096, 65_536, 1_048_576)
+    shown = [1, 64, 4096, 65_536, 1_048_576]
     table = [["environments", *(f"{n:,}" for n in shown), "turning point"]]
-    for arm in arms(rows):
-        seconds = medians(rows, arm)
-        line = [arm, *(with_unit(n / seconds[n]) if n in seconds else "-" for n in shown)]
-        fit = turning_point(list(seconds), list(seconds.values())) if len(seconds) > 2 else None
-        table.append([*line, describe_turning(fit, list(seconds)) if fit else "-"])
-    most = found["bytes_per_second"]["cpu"] / STEP_BYTES
-    said = f"Memory allows {with_unit(most)} steps/s; processes end at 32."
+    for arm in env_report.arms(found["rows"]):
+        seconds = env_report.medians(found["rows"], arm)
+        fit = env_report.turning_point(seconds)
+        turning = env_report.describe_turning(fit, seconds) if fit else "-"
+        table.append([arm, *env_report.speeds(seconds, shown), turning])
+    most = found["bytes_per_second"]["cpu"] / env_report.STEP_BYTES
+    said = f"Memory allows {env_report.short(most)} steps/s; processes end at 32."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -218,17 +238,23 @@ def devices() -> str:
     """Acting and learning at the same time, against in turns."""
     found = record("devices_continuous_cpu")
     heading = ["", "steps/s", "against in turns", "return", "learner waits", "collector waits"]
-    table, names = [heading], {}
-    for kind in ("baseline", "variant"):
-        names |= {kind: f"in turns, {kind}", f"{kind} (asynchronous)": f"at the same time, {kind}"}
-    names["variant (two processes, in turns)"] = "in turns, variant, in two processes (`--sync`)"
+    table = [heading]
+    names = {
+        "baseline": "in turns, baseline",
+        "baseline (asynchronous)": "at the same time, baseline",
+        "variant": "in turns, variant",
+        "variant (asynchronous)": "at the same time, variant",
+        "variant (two processes, in turns)": "in turns, variant, in two processes (`--sync`)",
+    }
     for row in found["rows"]:
-        waits = [row[f"{name}_waits"] for name in ("learner", "collector")]
         line = [names[row["row"]], with_range(row["sps_steady"], "median")]
         line += [f"{row['of_first']:.2f}x", with_range(row["return"])]
-        table.append(line + [f"{100 * w['median']:.0f}%" if w else "-" for w in waits])
-    rounds, args = len(found["rounds"]), found["rounds"][0]["variant"]["config"]["args"]
-    said = f"HalfCheetah-v5, {args['total_timesteps']:,} steps, {rounds} rounds on "
+        for waits in (row["learner_waits"], row["collector_waits"]):
+            line.append(f"{100 * waits['median']:.0f}%" if waits else "-")
+        table.append(line)
+    rounds = found["rounds"]
+    steps = rounds[0]["variant"]["config"]["args"]["total_timesteps"]
+    said = f"HalfCheetah-v5, {steps:,} steps, {len(rounds)} rounds on "
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
     said += "10 episodes' mean return (`devices_continuous_cpu.md`, "
     said += "`python plots/measure/devices.py`)."
@@ -248,7 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
-    path: Path = ROOT / "README.md"
+    path = ROOT / "README.md"
     text = path.read_text()
     new = filled(text)
     if options.check:

@@ -2,38 +2,47 @@
 
     python plots/record.py plots/results/NAME.json runs/RUN [runs/RUN ...] [--note "what to know"]
 
-A record holds, per run, config.json and stages.json whole, every episodic return and evaluation
-with its step, and the mean of the last 10 returns (of episodes, or of rollouts where a script logs
-the mean of each). What config.json does not say of the machine is in machine.json, or else
-what this machine says of itself, if it has as many cores and the same GPU.
+A record holds, per run, config.json and stages.json whole, every episodic return and evaluation as
+[step, return, seconds since the run began to write] (the oldest records have no seconds), and the
+mean of the last 10 returns (of episodes, or of rollouts where a script logs the mean of each). What
+config.json does not say of the machine is in machine.json, or else what this machine says of
+itself, if it has the same GPU, or none, and the same torch.
 """
 
 import json
+import statistics
 from pathlib import Path
 
 import run_dirs
 
+RETURN = "charts/episodic_return"
+EVALUATED = "charts/eval_return"
 
-def read_run(run_dir: Path) -> dict:
-    """Config, stages and episodic returns [[step, return], ...] of a finished run."""
-    rows: dict = {"charts/episodic_return": [], "charts/eval_return": []}
-    for tag, series in run_dirs.read_series(run_dir, list(rows)).items():
-        for step, value in zip(series.steps, series.values, strict=True):
-            rows[tag].append([int(step), round(value, 2)])
-    returns, evaluations = rows.values()
-    if not returns:
+
+def rows_of(series: run_dirs.Series | None) -> list[list]:
+    if series is None:
+        return []
+    rows = zip(series.steps, series.values, series.seconds, strict=True)
+    return [[int(step), round(value, 2), round(seconds, 2)] for step, value, seconds in rows]
+
+
+def record_of(run_dir: Path) -> dict:
+    """Config, stages and returns of a run."""
+    series = run_dirs.read_series(run_dir, [RETURN, EVALUATED])
+    if RETURN not in series:
         raise SystemExit(f"error: {run_dirs.shown(run_dir)} has logged no episodic return")
-    here = run_dirs.this_machine() | {"load_average": None}  # what it was then, nobody knows
+    here = run_dirs.this_machine()
+    here["load_average"] = None  # what it was then, nobody knows
     config = run_dirs.read_config(run_dir)
-    if here["gpu"] == config["gpu"] and here["cpu"]["cores"] == config["cpu"]["cores"]:
+    if not run_dirs.differences(config, here):
         config = run_dirs.read_config(run_dir, machine=here)
     return {
         "run": run_dir.name,
-        "mean_return_last_10": sum(value for _, value in returns[-10:]) / len(returns[-10:]),
+        "mean_return_last_10": statistics.fmean(series[RETURN].values[-10:]),
         "config": config,
-        "stages": run_dirs.read_json(run_dir / "stages.json"),
-        "episodic_returns": returns,
-        "eval_returns": evaluations,
+        "stages": run_dirs.read_report(run_dir / "stages.json"),
+        "episodic_returns": rows_of(series[RETURN]),
+        "eval_returns": rows_of(series.get(EVALUATED)),
     }
 
 
@@ -43,7 +52,10 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--note", default="")
     args = parser.parse_args()
-    runs = [read_run(run_dir) for run_dir in args.runs]
+    try:
+        runs = [record_of(run_dir) for run_dir in args.runs]
+    except ValueError as problem:
+        raise SystemExit(f"error: {problem}") from None
     record = json.dumps({"note": args.note, "runs": runs}, indent=1) + "\n"
     args.record.write_text(record.replace(f"{run_dirs.ROOT}/", ""))  # no folders of a machine
     for run in runs:

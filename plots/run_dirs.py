@@ -15,20 +15,14 @@ import statistics
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 from traces import CPU_LAYERS, read_trace
 
-PLOTS = Path(__file__).resolve().parent
-ROOT = PLOTS.parent
-# Python puts the folder of the program first. It must come last: cProfile, which torch.compile
-# imports, looks for Python's own module `profile` and would find the one here.
-_others = [path for path in sys.path if Path(path).resolve() not in (ROOT, PLOTS)]
-sys.path[:] = [str(ROOT), *_others, str(PLOTS)]
-
+ROOT = Path(__file__).resolve().parents[1]
 VARIANT = "_torchcompile"
 ROWS = {  # name -> flags of the variant; the baseline is another file
     "baseline": (),
@@ -40,6 +34,22 @@ ROWS = {  # name -> flags of the variant; the baseline is another file
 # what may differ between runs of one table: the rest of args are settings that must agree
 FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
 FREE_ARGS |= {"wandb_entity", "stopwatch", "resume"}
+SPEED = "charts/SPS"  # of TensorBoard
+OPTIONS = {  # of several programs
+    "runs": {"type": Path, "nargs": "+"},
+    "--out": {"type": Path, "default": ROOT / "plots/out", "help": "folder of the report"},
+    "--rounds": {"type": int, "default": 3},
+    "--steps": {"type": int, "help": "environment steps per run"},
+}
+
+
+def make_parser(doc: str, *options: str) -> argparse.ArgumentParser:
+    """A parser whose --help is the program's docstring, with these of `OPTIONS`."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=plain)
+    for name in options:
+        parser.add_argument(name, **OPTIONS[name])
+    return parser
 
 
 @dataclass
@@ -55,7 +65,8 @@ class Run:
     def script(self) -> str:
         """The script of the collection; for what other programs ran, the name that they gave it."""
         program = Path(self.config["command"].split()[0])
-        name = program.stem if program.parent.name == "leanrl" else self.config["args"]["exp_name"]
+        ours = program.parent.name == "leanrl"
+        name = program.stem if ours else self.config["args"]["exp_name"]
         return name.removesuffix(VARIANT)
 
     @property
@@ -63,9 +74,12 @@ class Run:
         args = self.config["args"]
         if "compile" not in args:
             return "baseline"
-        # without a device --cudagraphs has no effect
-        graphs = args["cudagraphs"] and self.config["gpu"]
-        return "+".join(["compile"] * args["compile"] + ["cudagraphs"] * bool(graphs)) or "eager"
+        found = []
+        if args["compile"]:
+            found.append("compile")
+        if args["cudagraphs"] and self.config["gpu"]:  # without a device it has no effect
+            found.append("cudagraphs")
+        return "+".join(found) or "eager"
 
     @property
     def env_id(self) -> str:
@@ -73,19 +87,24 @@ class Run:
 
     @functools.cached_property
     def trace(self) -> dict | None:
-        """The reduced trace, None without one; ValueError if its file is gone or damaged."""
+        """The reduced trace, None without one; ValueError if its file is damaged."""
         return read_trace(self.path, self.stages)
 
     @property
     def hardware(self) -> str:
-        cpu = self.config["cpu"]
-        return self.config["gpu"] or f"{cpu['model'] or 'unknown CPU'}, {cpu['cores']} cores"
+        return self.config["gpu"] or processor(self.config["cpu"])
 
 
-def make_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser whose --help is the program's docstring."""
-    plain = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=plain)
+class CleanRLRun(Run):
+    """A run of CleanRL: its name says what was run, its TensorBoard files what came of it."""
+
+    row = "CleanRL"
+    script = property(lambda self: self.config["args"]["exp_name"])
+    hardware = "unknown for CleanRL"
+    trace = None
+
+
+# Names
 
 
 def shown(path: Path) -> str:
@@ -97,25 +116,22 @@ def shown(path: Path) -> str:
 def label(script: str) -> str:
     """A script's name as a figure has room for it."""
     algorithm, _, rest = script.partition("_")
-    where = {"continuous_action": "", "atari_envpool": " Atari"}
-    where |= {"continuous_action_async": " async", "atari_envpool_multigpu": " Atari, multi-GPU"}
-    where |= {"cartpole_gpu": " CartPole", "mujoco_gpu": " MuJoCo"}
+    where = {
+        "continuous_action": "",
+        "continuous_action_async": " async",
+        "atari_envpool": " Atari",
+        "atari_envpool_multigpu": " Atari, multi-GPU",
+        "cartpole_gpu": " CartPole",
+        "mujoco_gpu": " MuJoCo",
+    }
     return algorithm.upper() + where.get(rest, f" {rest}")
 
 
-def read_json(path: Path) -> dict:
-    """The object in the file at `path`; ValueError says what is wrong with it."""
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"has no {path.name}: killed, still running, or not a run") from None
-    except OSError as error:
-        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
-    except ValueError:  # not JSON, or not even text
-        raise ValueError(f"{path.name} is damaged") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is damaged")
-    return found
+def processor(cpu: dict) -> str:
+    return f"{cpu['model']}, {cpu['cores']} cores" if cpu["model"] else "unknown processor"
+
+
+# Machines
 
 
 def this_machine() -> dict:
@@ -125,20 +141,23 @@ def this_machine() -> dict:
     def output(*command: str) -> str | None:
         try:
             done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
-            return done.stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             return None
+        return done.stdout.strip()
 
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    cpu = {"model": model and model[1], "vectors": torch.backends.cpu.get_cpu_capability()}
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    model = None
+    with suppress(OSError, TypeError):  # TypeError: it does not say
+        model = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return {
-        "cpu": cpu | {"cores": os.cpu_count()},
-        "gpu": gpu,
-        "gpu_driver": driver,
+        "cpu": {
+            "model": model,
+            "vectors": torch.backends.cpu.get_cpu_capability(),
+            "cores": os.cpu_count(),
+        },
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu_driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "python": sys.version.split()[0],
+        "versions": versions(["torch", "gymnasium"]),
         "load_average": os.getloadavg(),
         "git_commit": output(*"git describe --always --dirty --abbrev=40 --exclude=*".split()),
     }
@@ -153,47 +172,108 @@ def versions(packages: list[str]) -> dict:
     return found
 
 
+def differences(one: dict, other: dict) -> dict[str, tuple]:
+    """Where two config.json tell of other machines; what one of them does not know is none."""
+    pairs = {"gpu": (one["gpu"], other["gpu"])}
+    for part in ("cpu", "versions"):
+        for key in one[part].keys() & other[part].keys() - {"threads"}:
+            pairs[f"{part} {key}"] = one[part][key], other[part][key]
+    found = {}
+    for key, pair in pairs.items():
+        if pair[0] != pair[1] and (key == "gpu" or None not in pair):
+            found[key] = pair
+    return found
+
+
+def incomparable(runs: list[Run]) -> str | None:
+    """Why `runs` do not belong into one table, or None if they do."""
+    for run in runs:
+        for other in runs:
+            pairs = differences(run.config, other.config)
+            if run.script == other.script:
+                one = run.config["args"]
+                another = other.config["args"]
+                names = one.keys() | another.keys()
+                if (run.row == "baseline") != (other.row == "baseline"):
+                    names = one.keys() & another.keys()  # the variant has flags of its own
+                for key in names - FREE_ARGS:
+                    pairs[key] = one.get(key), another.get(key)
+            for key, (here, there) in sorted(pairs.items()):
+                if here != there:
+                    return f"{shown(run.path)} has {key} {here}, {shown(other.path)} {there}"
+    return None
+
+
+def machine(configs: list[dict]) -> dict:
+    """Hardware, versions, commit and load of the runs with these configs; None where unknown."""
+    first = configs[0]
+    loads = [config["load_average"][0] for config in configs if config.get("load_average")]
+    found = {"cpu": {"model": None} | first["cpu"]}
+    for key in ("gpu", "gpu_driver", "python", "versions"):
+        found[key] = first.get(key)
+    found["git_commits"] = list(dict.fromkeys(config.get("git_commit") for config in configs))
+    found["load_average_1min"] = {"min": min(loads), "max": max(loads)} if loads else None
+    return found
+
+
+def describe(machine: dict) -> list[str]:
+    """`machine` as lines for a reader."""
+    cpu = machine["cpu"]
+    gpu = machine["gpu"]
+    load = machine["load_average_1min"]
+    versions = [f"{name} {version}" for name, version in machine["versions"].items()]
+    lines = [
+        f"CPU: {processor(cpu)}, {cpu['threads']} torch threads",
+        f"GPU: {gpu}, driver {machine['gpu_driver']}" if gpu else "GPU: none",
+        f"Python {machine['python'] or 'unknown'}, {', '.join(versions)}",
+        f"Commit: {', '.join(commit or 'unknown' for commit in machine['git_commits'])}",
+    ]
+    if load:
+        lines.append(f"Load average before the runs: {load['min']:.1f} to {load['max']:.1f}")
+    return lines
+
+
+# Runs
+
+
+def read_json(path: Path) -> dict:
+    """The object in the file at `path`; ValueError says what is wrong with it."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"has no {path.name}: killed, still running, or not a run") from None
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
+    except ValueError:  # not JSON, or not even text
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is damaged")
+    return found
+
+
 def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) -> dict:
     """config.json of the run in `path` and what machine.json beside it, or else `machine`, adds."""
-    config, beside = read_json(path / f"config{suffix}"), path / "machine.json"
-    machine = read_json(beside) if beside.exists() else machine or {}
-    unknown = {"gpu_driver": None, "load_average": None, "git_commit": None}
-    cpu = {"model": None, "vectors": None} | machine.get("cpu", {}) | config.get("cpu", {})
-    return unknown | machine | config | {"cpu": cpu}
+    config = read_json(path / f"config{suffix}")
+    beside = path / "machine.json"
+    found = {"python": None, "gpu_driver": None, "load_average": None, "git_commit": None}
+    found |= read_json(beside) if beside.exists() else machine or {}
+    versions = found.get("versions", {}) | config["versions"]
+    cpu = {"model": None, "vectors": None, "cores": None} | found.get("cpu", {})
+    cpu["threads"] = config["threads"]
+    return found | config | {"cpu": cpu, "versions": versions}
 
 
-def read_run(path: Path, whole: bool = True) -> Run:
-    """The run in the directory `path`; ValueError says what is wrong with one that did not end.
-
-    A resumed run has further parts, config_STEP.json and stages_STEP.json. It has ended if one of
-    them has; its speed is that of the last part with a steady window. Unless it must be `whole`, a
-    run may also have been interrupted, or have ended in its warm-up.
-    """
-    parts = (re.fullmatch(r"config_(\d+)\.json", file.name) for file in path.glob("config_*.json"))
-    ended, problems, begun = False, [], []
-    for before in sorted({0, *(int(part[1]) for part in parts if part)}, reverse=True):
-        try:
-            run = read_part(path, before)
-        except ValueError as problem:
-            problems.append(problem)
-            continue
-        if run.missing:
-            problems.append(ValueError(run.missing))
-        ended = ended or not run.missing
-        if ended and run.stages["sps_steady"]:
-            return replace(run, missing="")
-        begun.append(run)
-    if begun and not whole:
-        return next((run for run in begun if run.stages["sps_steady"]), begun[0])
-    raise (problems or [ValueError("ended before its warm-up did: no steady steps/s")])[0]
+def read_report(path: Path) -> dict:
+    """A stopwatch's report, whose numbers are finite or unknown; ValueError says what is wrong."""
+    report = read_json(path)
+    check_numbers(report, f"{path.name}:")
+    return report
 
 
 def check_numbers(value, name: str) -> None:
-    """ValueError unless all that a stopwatch reports as numbers are finite ones, or unknown."""
     if isinstance(value, dict):
         for key, part in value.items():
-            if key not in ("mode", "file"):
-                check_numbers(part, f"{name} {key}")
+            check_numbers(part, f"{name} {key}")
     elif isinstance(value, list):
         for part in value:
             check_numbers(part, name)
@@ -201,20 +281,66 @@ def check_numbers(value, name: str) -> None:
         raise ValueError(f"has {name} {value!r}, which is no finite number")
 
 
+def read_run(path: Path, whole: bool = True) -> Run:
+    """The run in the directory `path`; ValueError says what is wrong with one that did not end.
+
+    A resumed run has further parts, config_STEP.json and stages_STEP.json. It has ended if one of
+    them has; its speed is that of the last part with a steady window. Unless it must be `whole`, a
+    run may also have been interrupted, have ended in its warm-up, or be one of CleanRL, which are
+    TensorBoard files in ENV__EXP__SEED__TIME.
+    """
+    named = re.fullmatch("(.+)__(.+)__([0-9]+)__[0-9]+", path.name)
+    foreign = not (path / "config.json").exists() and any(path.glob("*.tfevents.*"))
+    if named and foreign and not whole:
+        args = {"env_id": named[1], "exp_name": named[2], "seed": int(named[3])}
+        return CleanRLRun(path, {"args": args}, {})
+    starts = {0}
+    for file in path.glob("config_*.json"):
+        step = file.stem.removeprefix("config_")
+        if step.isdecimal():
+            starts.add(int(step))
+    ended = False
+    problems = []
+    begun = []
+    for before in sorted(starts, reverse=True):
+        try:
+            run = read_part(path, before)
+        except ValueError as problem:
+            problems.append(problem)
+            continue
+        if run.missing:
+            problems.append(ValueError(run.missing))
+        else:
+            ended = True
+        if ended and run.stages["sps_steady"]:
+            run.missing = ""
+            return run
+        begun.append(run)
+    if begun and not whole:
+        steady = [run for run in begun if run.stages["sps_steady"]]
+        return steady[0] if steady else begun[0]
+    if problems:
+        raise problems[0]
+    raise ValueError("ended before its warm-up did: no steady steps/s")
+
+
 def read_part(path: Path, before: int) -> Run:
     """The part of a run that began after `before` steps."""
     suffix = f"_{before}.json" if before else ".json"
     try:
-        run = Run(path, read_config(path, suffix), read_json(path / f"stages{suffix}"))
-        check_numbers(run.stages, f"stages{suffix}:")
-        args = run.config["args"]
+        config = read_config(path, suffix)
+        run = Run(path, config, read_report(path / f"stages{suffix}"))
         run.row, run.script, run.env_id, run.hardware  # noqa: B018  they read what they need
-        steps = before + round(run.stages["sps_inclusive"] * run.stages["wall_seconds"])
-        round(run.stages["sps_steady"] or 0)
-        for name in ("window", "stages", "gpu", "trace"):
-            dict(run.stages.get(name) or {})
-        whole = args.get("num_steps", 1) * args.get("num_envs", 1)  # PPO ends with a whole rollout
-        if steps < 0.99 * (args["total_timesteps"] // whole * whole):
+        args = config["args"]
+        report = run.stages
+        steps = before + round(report["sps"] * report["wall_seconds"])
+        round(report["sps_steady"] or 0)
+        dict(report.get("stages") or {})
+        if args.get("stopwatch") == "trace":  # the report ends where the trace begins
+            speeds = read_series(path, [SPEED]).get(SPEED)
+            steps = round(speeds.steps[-1]) if speeds else 0
+        rollout = args.get("num_steps", 1) * args.get("num_envs", 1)  # PPO ends with a whole one
+        if steps < 0.99 * (args["total_timesteps"] // rollout * rollout):
             run.missing = f"stopped after {steps} of {args['total_timesteps']} steps"
     except (KeyError, TypeError, AttributeError, ArithmeticError, IndexError):
         raise ValueError("holds the files of some other program") from None
@@ -226,7 +352,8 @@ def find_runs(paths: list[Path]) -> list[Path]:
 
     What holds no file of a run is searched; of a sweep's variant only its last attempt.
     """
-    found, left = set(), [path for path in paths if path.is_dir()]
+    found = set()
+    left = [path for path in paths if path.is_dir()]
     files = ("config.json", "stages.json", "events.out.tfevents.*")
     while left:
         path = left.pop()
@@ -236,18 +363,21 @@ def find_runs(paths: list[Path]) -> list[Path]:
             left += below
         else:
             found.add(path)
-    return sorted(found, key=lambda path: (path.name.rpartition("__")[2].zfill(12), path.name))
+
+    def age(path: Path) -> tuple[str, str]:
+        made_at = path.name.rpartition("__")[2]
+        return made_at.zfill(12), path.name
+
+    return sorted(found, key=age)
 
 
-def read_runs(paths: list[Path], read=read_run) -> tuple[list[Run], list[str]]:
-    """The runs at or below `paths`, and for each directory that is none what is wrong with it.
-
-    `read(path)` makes a run of a directory or raises ValueError.
-    """
-    runs, skipped = [], []
+def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[str]]:
+    """The runs at or below `paths`, and for each directory that is none what is wrong with it."""
+    runs = []
+    skipped = []
     for path in find_runs(paths):
         try:
-            runs.append(read(path))
+            runs.append(read_run(path, whole))
         except ValueError as reason:
             skipped.append(f"{shown(path)} {reason}")
     skipped += [f"{shown(path)} does not exist" for path in paths if not path.exists()]
@@ -275,8 +405,12 @@ def read_series(path: Path, tags: list[str]) -> dict[str, Series]:
     except Exception:  # none there, or none of TensorBoard's: it raises many kinds
         return found
     for tag in set(tags) & set(events.Tags()["scalars"]):
-        rows = [(e.step, e.wall_time - start, e.value) for e in events.Scalars(tag)]
-        found[tag] = Series(*np.array(rows, dtype=float).T)
+        rows = events.Scalars(tag)
+        found[tag] = Series(
+            steps=np.array([row.step for row in rows], dtype=float),
+            seconds=np.array([row.wall_time for row in rows]) - start,
+            values=np.array([row.value for row in rows]),
+        )
     return found
 
 
@@ -287,84 +421,37 @@ def per_step(report: dict, trace: dict | None) -> dict[str, dict[str, float]]:
     divides it into layers: annotations slow some stages down more than others, so each is scaled to
     its own total. Stages without time are left out, and the evaluation, which is no training.
     """
-    steps, found = report["window"]["env_steps"], {}
-    for name, stage in report["stages"].items():
-        if name == "evaluation" or not stage["seconds"]:
+    found = {}
+    for name, seconds in report["stages"].items():
+        if name == "evaluation" or not seconds:
             continue
-        total = stage["seconds"] / steps
-        found[name] = {"total": total}
-        if trace:
-            fields = trace["stages"].get(name, {})
-            fields = {k: v for k, v in fields.items() if v is not None}
-            traced = sum(fields.get(layer, 0) for layer in CPU_LAYERS) / trace["env_steps"]
-            for field, value in fields.items():
-                scale = total / traced if field.endswith("_s") and traced else 1
-                found[name][field] = value * scale / trace["env_steps"]
-            if not traced:  # too rare to have been in the window
-                found[name]["simulator_s" if name == "simulation" else "python_s"] = total
+        total = seconds / report["env_steps"]
+        stage = found[name] = {"total": total}
+        if not trace:
+            continue
+        fields = trace["stages"].get(name, {})
+        traced = sum(fields.get(layer) or 0 for layer in CPU_LAYERS)
+        for field, value in fields.items():
+            if value is not None and traced and field.endswith("_s"):
+                stage[field] = total * value / traced
+            elif value is not None:
+                stage[field] = value / trace["env_steps"]
+        if not traced:  # too rare to have been in the window
+            stage["simulator_s" if name == "simulation" else "python_s"] = total
     return found
 
 
-def differences(one: dict, other: dict) -> dict[str, tuple]:
-    """Where two config.json tell of other machines; what one of them does not know is none."""
-    pairs = {key: (one[key], other[key]) for key in ("gpu", "versions")}
-    for key in ("model", "cores", "vectors"):
-        pair = one["cpu"].get(key), other["cpu"].get(key)
-        pairs |= {} if None in pair else {f"cpu {key}": pair}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def incomparable(runs: list[Run]) -> str | None:
-    """Why `runs` do not belong into one table, or None if they do."""
-    for run in runs:
-        for other in runs:
-            pairs = differences(run.config, other.config)
-            if run.script == other.script:
-                pairs["processes"] = [r.config.get("processes", 1) for r in (run, other)]
-                one, another = (r.config["args"] for r in (run, other))
-                names = one.keys() | another.keys()
-                if (run.row == "baseline") != (other.row == "baseline"):
-                    names = one.keys() & another.keys()  # the variant has flags of its own
-                for key in names - FREE_ARGS:
-                    pairs[key] = one.get(key), another.get(key)
-            for key, (one, another) in sorted(pairs.items()):
-                if one != another:
-                    return f"{shown(run.path)} has {key} {one}, {shown(other.path)} {another}"
-    return None
+# Reports
 
 
 def spread(values: list[float]) -> dict:
     """Mean, median and range."""
-    middle = {"mean": statistics.fmean(values), "median": statistics.median(values)}
-    return middle | {"min": min(values), "max": max(values)}
-
-
-def machine(configs: list[dict]) -> dict:
-    """Hardware, versions, commit and load of the runs with these configs; None where unknown."""
-    first, loads = configs[0], [c["load_average"][0] for c in configs if c.get("load_average")]
     return {
-        "cpu": {"model": None} | first["cpu"],
-        **{key: first.get(key) for key in ("gpu", "gpu_driver", "python", "versions")},
-        "git_commits": list(dict.fromkeys(config.get("git_commit") for config in configs)),
-        "load_average_1min": {"min": min(loads), "max": max(loads)} if loads else None,
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
     }
-
-
-def describe(machine: dict) -> list[str]:
-    """`machine` as lines for a reader."""
-    cpu, gpu, load = machine["cpu"], machine["gpu"], machine["load_average_1min"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = [
-        f"CPU: {cpu['model'] or 'unknown'}, {cpu['cores']} cores, {cpu['threads']} torch threads",
-        f"GPU: {gpu}, driver {machine['gpu_driver']}" if gpu else "GPU: none",
-        f"Python {machine['python']}, {versions}",
-        f"Commit: {', '.join(commit or 'unknown' for commit in machine['git_commits'])}",
-    ]
-    said = f"Load average before the runs: {load['min']:.1f} to {load['max']:.1f}" if load else ""
-    return [*lines, said] if load else lines
-
-
-# Reports
 
 
 def short(x: float) -> str:
@@ -377,32 +464,39 @@ def as_text(table: list[list[str]], labels: int) -> str:
 
     A cell followed by empty ones may run over into their columns.
     """
-    full = [line for line in table if line[-1]]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    widths[:labels] = [max(len(line[i]) for line in table) for i in range(labels)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < labels else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in table
-    )
+    widths = []
+    for i in range(len(table[0])):
+        widths.append(max(len(line[i]) for line in table if line[-1] or i < labels))
+    lines = []
+    for line in table:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        for i in range(labels):
+            cells[i] = line[i].ljust(widths[i])
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def as_markdown(table: list[list[str]], labels: int) -> str:
     heading, *rest = table
     rule = ["---"] * labels + ["---:"] * (len(heading) - labels)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heading, rule, *rest))
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heading, rule, *rest])
 
 
 def write_report(
-    stem: Path, above: list[str], table: list, below: list[str], record: dict, labels: int = 2
+    stem: Path,
+    above: list[str],
+    table: list[list[str]],
+    below: list[str],
+    record: dict,
+    labels: int = 2,
 ) -> None:
     """Prints the report and writes it to `stem`.md and, with all numbers, `stem`.json."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    markdown, record_file = (stem.with_name(f"{stem.name}.{kind}") for kind in ("md", "json"))
-    below = [*below, f"files: {shown(markdown)}, {shown(record_file)}"]
-    lists = ["\n".join(f"- {line}" for line in lines) for lines in (above, below)]
-    markdown.write_text(f"{lists[0]}\n\n{as_markdown(table, labels)}\n\n{lists[1]}\n")
-    record_file.write_text(json.dumps(record, indent=2) + "\n")
-    print("\n".join(["", *above, "", as_text(table, labels), "", *below]))
+    markdown = stem.with_name(f"{stem.name}.md")
+    numbers = stem.with_name(f"{stem.name}.json")
+    below = [*below, f"files: {shown(markdown)}, {shown(numbers)}"]
+    before = "\n".join(f"- {line}" for line in above)
+    after = "\n".join(f"- {line}" for line in below)
+    markdown.write_text(f"{before}\n\n{as_markdown(table, labels)}\n\n{after}\n")
+    numbers.write_text(json.dumps(record, indent=2) + "\n")
+    print("", *above, "", as_text(table, labels), "", *below, sep="\n")

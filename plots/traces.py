@@ -1,9 +1,10 @@
 """Reduces the trace of a training loop to seconds and calls per stage and layer.
 
 A trace is what `torch.profiler.profile().export_chrome_trace` writes. The traced program marked its
-stages by `torch.profiler.record_function("stopwatch:NAME")` on one thread, and the whole window as
-the stage `untracked`; the innermost stage owns the moment. A stage's fields, without Kineto's own
-overhead, and those of the GPU None if the trace shows none:
+stages by `torch.profiler.record_function("stopwatch:NAME")` on one thread; the innermost one owns
+the moment. If `profiler.step()` marked iterations, what lies outside of whole ones does not count,
+and `untracked` is what no stage covers in them. A stage's fields, without Kineto's own overhead,
+and those of the GPU None if the trace shows none:
 
     cuda_wait_s, cuda_launch_s, backend_s, python_s, simulator_s
                     CPU time, each without those before it: synchronizations and blocking copies;
@@ -26,8 +27,10 @@ import zlib
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
-PREFIX = "stopwatch:"
+STAGE = "stopwatch:"
+ITERATION = "ProfilerStep#"
 CPU_LAYERS = {  # field -> title
     "simulator_s": "simulator",
     "python_s": "Python",
@@ -37,19 +40,38 @@ CPU_LAYERS = {  # field -> title
 }
 FIRST = ("overhead", "cuda_wait_s", "cuda_launch_s", "backend_s")  # a moment is the first's
 CALLS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
-FIELDS = (*CPU_LAYERS, "gpu_s", "gpu_overlap_s", *(f"gpu_with_{x}" for x in CPU_LAYERS), *CALLS)
-LAYERS = {"cpu_op": "backend_s", "overhead": "overhead"}
-LAYERS |= dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "gpu_s")
+BESIDE = tuple(f"gpu_with_{layer}" for layer in CPU_LAYERS)
+FIELDS = (*CPU_LAYERS, "gpu_s", "gpu_overlap_s", *BESIDE, *CALLS)
+LAYERS = {
+    "cpu_op": "backend_s",
+    "overhead": "overhead",
+    "kernel": "gpu_s",
+    "gpu_memcpy": "gpu_s",
+    "gpu_memset": "gpu_s",
+}
+
+
+class Call(NamedTuple):
+    """A range of the trace that counts, in ns."""
+
+    start: int
+    end: int
+    layer: str
+    name: str
+    correlation: int | None  # id
+    thread: int
 
 
 def read_trace(folder: Path, report: dict) -> dict | None:
     """The reduced trace of the run with this stages.json; None if the run was not traced."""
-    trace = report.get("trace") or {}
-    if "file" not in trace:
+    path = folder / "trace.json.gz"
+    if not path.exists():
         return None
-    untraced = report["window"]["seconds"] / report["window"]["iterations"]
-    events = read_events(folder / trace["file"])
-    return reduce_trace(events, trace["iterations"], trace["env_steps"], untraced)
+    trace = reduce_trace(read_events(path))
+    untraced = report["seconds"] / report["iterations"]
+    trace["inflation"] = trace["seconds"] / trace["iterations"] / untraced
+    trace["env_steps"] = trace["iterations"] * report["env_steps"] / report["iterations"]
+    return trace
 
 
 def read_events(path: Path) -> list[dict]:
@@ -66,79 +88,104 @@ def read_events(path: Path) -> list[dict]:
 def layer_of(category: str | None, name: str) -> str | None:
     """The field of seconds that an event adds to, or "stage", "overhead" or None."""
     if category == "user_annotation":
-        return "stage" if name.startswith(PREFIX) else None
+        return "stage" if name.startswith((STAGE, ITERATION)) else None
     if category in ("cuda_runtime", "cuda_driver"):
         waits = re.search("Synchronize|Memcpy(?!.*Async)", name)
         return "cuda_wait_s" if waits else "cuda_launch_s"
     return LAYERS.get(category)
 
 
-def reduce_calls(events: list[dict]) -> list[tuple]:
-    """(start, end, layer, name, correlation id, thread) of what counts, in ns.
+def reduce_calls(events: list[dict]) -> list[Call]:
+    """What counts, parents first.
 
     Operators inside of others are left out: they change nothing, and most events are that.
     """
-    found, pageable, operators, calls = [], set(), {}, []
+    found = []
+    kept = []
     for event in events:
         name = event.get("name", "")
         layer = layer_of(event.get("cat"), name)
         if layer and event["ph"] == "X":
-            start, correlation = round(event["ts"] * 1000), event.get("args", {}).get("correlation")
+            start = round(event["ts"] * 1000)
             end = start + max(1, round(event["dur"] * 1000))
-            found.append((start, end, layer, name, correlation, event["tid"]))
-            if name.endswith("-> Pageable)"):
-                pageable.add(correlation)
-    in_order = sorted(found, key=lambda call: (call[0], -call[1]))  # parents first
-    for start, end, layer, name, correlation, thread in in_order:
-        if layer == "backend_s":
-            if end <= operators.get(thread, start):
+            correlation = event.get("args", {}).get("correlation")
+            found.append(Call(start, end, layer, name, correlation, event["tid"]))
+    pageable = {call.correlation for call in found if call.name.endswith("-> Pageable)")}
+    operators: dict = {}  # {thread: end of the last one}
+    for call in sorted(found, key=lambda call: (call.start, -call.end)):
+        if call.layer == "backend_s":
+            if call.end <= operators.get(call.thread, call.start):
                 continue
-            operators[thread] = end
-        if layer == "cuda_launch_s" and correlation in pageable:
-            layer = "cuda_wait_s"  # such a copy blocks
-        calls.append((start, end, layer, name, correlation, thread))
-    return calls
+            operators[call.thread] = call.end
+        if call.layer == "cuda_launch_s" and call.correlation in pageable:
+            call = call._replace(layer="cuda_wait_s")  # such a copy blocks
+        kept.append(call)
+    return kept
 
 
-def reduce_trace(events: list, iterations: int, env_steps: int, untraced: float | None) -> dict:
-    """Events of a trace window -> stages and totals; `untraced` is the seconds of an iteration.
+def whole_iterations(calls: list[Call]) -> list[Call]:
+    """Those that are marked, without the last one where the end of the run has cut it off."""
+    marks = [call for call in calls if call.name.startswith(ITERATION)]
+    ranges = [call for call in calls if call.name.startswith(STAGE)]
+    stages = []  # of each
+    for mark in marks:
+        stages.append({call.name for call in ranges if mark.start <= call.start < mark.end})
+    if marks and not stages[-1] or len(marks) > 1 and stages[-1] < stages[-2]:
+        marks.pop()
+        if not marks:
+            raise ValueError("ended before one iteration of its trace did")
+    return marks
+
+
+def reduce_trace(events: list[dict]) -> dict:
+    """Events of a trace -> its stages and totals.
 
     One sweep over time. Kernels belong to the stage with the CUDA call that launched them.
     """
-    calls, edges = reduce_calls(events), []
-    for i, (start, end, *_) in enumerate(calls):
-        edges += (start, 1, -end, i), (end, 0, 0, i)  # sorts ends first, then parents
-    stages = defaultdict(Counter)  # {stage, None out of the window: {field: ns or calls}}
-    bounds = {PREFIX + "untracked"} & {call[3] for call in calls}  # else all stages count
-    stack, owner, launcher = [], None, {}  # launcher: {correlation id: stage}
-    layers, lanes, on_gpu = Counter(), Counter(), []  # what runs: by layer, by thread; its ids
-    for (at, opens, _, i), (until, *_) in pairwise(sorted(edges)):
-        _, _, layer, name, correlation, thread = calls[i]
-        layers[layer] += 1 if opens else -1
-        if layer == "stage":
-            stack.append(name) if opens else stack.remove(name)
+    calls = reduce_calls(events)
+    edges = []
+    for i, call in enumerate(calls):
+        edges.append((call.start, 1, -call.end, i))  # sorts ends first, then parents
+        edges.append((call.end, 0, 0, i))
+    edges.sort()
+    bounds = {call.name for call in whole_iterations(calls)}  # if none, all stages count
+    stages = defaultdict(Counter)  # {stage, None out of the bounds: {field: ns or calls}}
+    stack = []
+    owner = None  # the stage whose moment it is
+    launcher = {}  # {correlation id: stage}
+    running = Counter()  # calls by layer
+    lanes = Counter()  # calls by thread and layer
+    on_gpu = []  # correlation ids
+    for (at, opens, _, i), (until, *_) in pairwise(edges):
+        call = calls[i]
+        running[call.layer] += 1 if opens else -1
+        if call.layer == "stage":
+            stack.append(call.name) if opens else stack.remove(call.name)
             inside = stack and (not bounds or stack[0] in bounds)
-            owner = stack[-1][len(PREFIX) :] if inside else None
-        elif layer == "gpu_s":
-            on_gpu.append(correlation) if opens else on_gpu.remove(correlation)
-            if opens and not name.startswith(("Memcpy", "Memset")):
-                stages[launcher.get(correlation)]["kernels"] += 1
-        elif layer != "overhead":
-            lane, stage = (thread, layer[:4]), stages[owner]  # launches and waits are "cuda"
+            owner = stack[-1].removeprefix(STAGE) if inside else None
+            if owner in bounds:
+                owner = "untracked"
+        elif call.layer == "gpu_s":
+            on_gpu.append(call.correlation) if opens else on_gpu.remove(call.correlation)
+            if opens and not call.name.startswith(("Memcpy", "Memset")):
+                stages[launcher.get(call.correlation)]["kernels"] += 1
+        elif call.layer != "overhead":
+            stage = stages[owner]
+            lane = call.thread, call.layer[:4]  # launches and waits are "cuda"
             outermost = opens and not lanes[lane]
             lanes[lane] += 1 if opens else -1
-            if outermost and layer == "backend_s":
+            if outermost and call.layer == "backend_s":
                 stage["backend_calls"] += 1
             elif outermost:
                 stage["cuda_api_calls"] += 1
-                stage["kernel_launches"] += re.search("Launch.*Kernel", name) is not None
-                stage["graph_replays"] += "GraphLaunch" in name
-            if opens and layer != "backend_s":
-                launcher[correlation] = owner  # all kernels of a graph replay share its id
+                stage["kernel_launches"] += re.search("Launch.*Kernel", call.name) is not None
+                stage["graph_replays"] += "GraphLaunch" in call.name
+            if opens and call.layer != "backend_s":
+                launcher[call.correlation] = owner  # all kernels of a graph replay share its id
         if owner is None or until == at:
             continue
         rest = "simulator_s" if owner == "simulation" else "python_s"
-        field = next((name for name in FIRST if layers[name]), rest)
+        field = next((name for name in FIRST if running[name]), rest)
         stages[owner][field] += until - at
         if on_gpu:
             stages[owner]["gpu_overlap_s"] += until - at
@@ -150,16 +197,17 @@ def reduce_trace(events: list, iterations: int, env_steps: int, untraced: float 
     total = sum(stages.values(), Counter())
     cpu = sum(total[layer] for layer in CPU_LAYERS)
     if not cpu:
-        raise ValueError(f"has a trace without annotations {PREFIX}NAME")
+        raise ValueError(f"has a trace without annotations {STAGE}NAME")
     gpu = bool(launcher or total["gpu_overlap_s"])
-    fields = [f for f in FIELDS if gpu or not f.startswith(("cuda", "gpu", "kernel", "graph"))]
-    return {
-        "env_steps": env_steps,
-        "inflation": cpu / 1e9 / iterations / untraced if untraced else None,
+    trace = {
+        "iterations": max(len(bounds), 1),
+        "seconds": cpu / 1e9,
         "gpu_busy": total["gpu_overlap_s"] / (cpu + total["overhead"]) if gpu else None,
-        "stages": {
-            name: dict.fromkeys(FIELDS)
-            | {f: stage[f] / 1e9 if f.endswith("_s") else stage[f] for f in fields}
-            for name, stage in stages.items()
-        },
+        "stages": {},
     }
+    for name, stage in stages.items():
+        fields = trace["stages"][name] = dict.fromkeys(FIELDS)
+        for field in FIELDS:
+            if gpu or not field.startswith(("cuda", "gpu", "kernel", "graph")):
+                fields[field] = stage[field] / 1e9 if field.endswith("_s") else stage[field]
+    return trace

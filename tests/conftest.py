@@ -9,9 +9,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-# last, so that plots/profile.py does not hide Python's own module
-sys.path += [str(ROOT / "plots/measure"), str(ROOT / "plots")]
+sys.path[:0] = [str(ROOT), str(ROOT / "plots"), str(ROOT / "plots/measure")]
 
 
 def pytest_addoption(parser):

@@ -19,47 +19,45 @@ def config(row="baseline", seed=1, gpu=None, script=SCRIPT, **args):
     return {
         "args": {"exp_name": name, "seed": seed, **variant, **args},
         "command": f"leanrl/{name}.py --seed {seed}",
-        "cpu": {"cores": 2, "threads": 2},
-        "gpu": gpu,
-        "python": "3.11.0",
         "versions": {"torch": "2.13.0"},
+        "threads": 2,
+        "gpu": gpu,
     }
 
 
 def machine(load=0.5):
     """A machine.json as a program that starts runs leaves it beside config.json."""
-    cpu = {"model": "Abacus", "vectors": "AVX2", "cores": 2}
-    about = {"cpu": cpu, "gpu": None, "gpu_driver": None, "git_commit": "c0ffee"}
-    return about | {"load_average": [load, 0, 0]}
+    return {
+        "cpu": {"model": "Abacus", "vectors": "AVX2", "cores": 2},
+        "gpu": None,
+        "gpu_driver": None,
+        "python": "3.11.0",
+        "versions": {"torch": "2.13.0", "gymnasium": "1.4.0"},
+        "git_commit": "c0ffee",
+        "load_average": [load, 0, 0],
+    }
 
 
 def stages(steady, warmup=4.0, steps=1000):
-    """A stages.json: `steps` in 20 seconds, `steady` steps per second after the warm-up."""
+    """A stages.json without stages: `steps` in 20 seconds, `steady` steps per second at last."""
     return {
+        "sps": steps / 20,
         "sps_steady": steady,
         "warmup_seconds": warmup,
-        "sps_inclusive": steps / 20,
         "wall_seconds": 20.0,
     }
 
 
 def report(steady=10.0, gpu=False):
-    """A whole stages.json of 100 steps in 10 s, traced for 10 steps at half the speed."""
+    """A whole stages.json of 100 steps in 10 s, to be traced for 10 steps at half the speed."""
     seconds = {"simulation": 1.0, "inference": 2.0, "backpropagation": 6.0, "untracked": 1.0}
     return stages(steady) | {
-        "schema": 2,
-        "mode": "trace",
-        "window": {"steady": True, "seconds": 10.0, "iterations": 100, "env_steps": 100},
-        "stages": {
-            name: {"seconds": s, "count": 100, "gpu_span_seconds": None}
-            for name, s in seconds.items()
-        },
-        "gpu": {
-            "nvml_util": 50.0 if gpu else None,
-            "nvml_samples": [[2.0, 0], [4.0, 100], [6.0, 50]] if gpu else None,
-            "memory_peak_bytes": None,
-        },
-        "trace": {"file": "trace.json.gz", "iterations": 10, "env_steps": 10},
+        "env_steps": 100,
+        "iterations": 100,
+        "seconds": 10.0,
+        "stages": seconds,
+        "gpu_stages": {"backpropagation": 3.0} if gpu else {},
+        "nvml_percent": [[2.0, 0], [4.0, 100], [6.0, 50]] if gpu else [],
     }
 
 
@@ -70,43 +68,47 @@ def event(category, name, start, end, correlation=0, thread=1):
     return named | times | {"args": {"correlation": correlation}}
 
 
-def trace_events(gpu=False, operators=2000):
-    """The trace of `report`: `operators` of the backpropagation, 10 of the inference.
+def trace_events(gpu=False, operators=2000, iterations=10):
+    """The trace of `report`: in all `operators` of the backpropagation, 10 of the inference.
 
     On a GPU the backpropagation's waits, and a tenth of its launches and operators, run beside it.
     """
     ms = 10**6  # ns
-    stages = {  # {stage: {layer: ns}}
-        "simulation": {"simulator": 200 * ms},
-        "inference": {"python": 300 * ms, "backend": 100 * ms},
-        "backpropagation": {"python": 400 * ms, "backend": 800 * ms},
-        "untracked": {"python": 200 * ms},
+    stages = {  # of an iteration: {stage: {layer: ns}}
+        "simulation": {"simulator": 20 * ms},
+        "inference": {"python": 30 * ms, "backend": 10 * ms},
+        "backpropagation": {"python": 40 * ms, "backend": 80 * ms},
+        "untracked": {"python": 20 * ms},
     }
     if gpu:
-        parts = {"cuda_launch": 300 * ms, "cuda_wait": 600 * ms, "backend": 300 * ms}
+        parts = {"cuda_launch": 30 * ms, "cuda_wait": 60 * ms, "backend": 30 * ms}
         stages["backpropagation"] = parts
-    launches = ["cudaLaunchKernel"] * 380 + ["cudaGraphLaunch"] * 10
-    found, at, launch = [], 0, None
-    for stage, parts in stages.items():
-        begin = at
-        for layer, length in parts.items():
-            count = 10 if stage == "inference" else operators
-            names = {"backend": ["aten::mm"] * count, "cuda_launch": launches}
-            names["cuda_wait"] = ["cudaStreamSynchronize"] * 10
-            calls = names.get(layer, [])
-            if layer == "cuda_launch":
-                launch = len(found)
-            if gpu and stage == "backpropagation":
-                beside = length if layer == "cuda_wait" else length // 10
-                found.append(event("kernel", "gemm", at, at + beside, launch + 1, thread=7))
-            for i, name in enumerate(calls):
-                times = (at + k * length // len(calls) for k in (i, i + 1))
-                category = "cpu_op" if layer == "backend" else "cuda_runtime"
-                found.append(event(category, name, *times, correlation=len(found)))
-            at += length
-        if stage != "untracked":
-            found.append(event("user_annotation", f"stopwatch:{stage}", begin, at))
-    return [event("user_annotation", "stopwatch:untracked", 0, at), *found]
+    calls = {
+        "cuda_launch": ["cudaLaunchKernel"] * 38 + ["cudaGraphLaunch"],
+        "cuda_wait": ["cudaStreamSynchronize"],
+    }
+    found, at = [], 0
+    for iteration in range(iterations):
+        first = at
+        for stage, parts in stages.items():
+            begin = at
+            calls["backend"] = ["aten::mm"] * (1 if stage == "inference" else operators // 10)
+            for layer, length in parts.items():
+                if layer == "cuda_launch":
+                    launch = len(found)
+                if gpu and stage == "backpropagation":
+                    beside = length if layer == "cuda_wait" else length // 10
+                    found.append(event("kernel", "gemm", at, at + beside, launch + 1, thread=7))
+                names = calls.get(layer, [])
+                for i, name in enumerate(names):
+                    times = (at + k * length // len(names) for k in (i, i + 1))
+                    category = "cpu_op" if layer == "backend" else "cuda_runtime"
+                    found.append(event(category, name, *times, correlation=len(found)))
+                at += length
+            if stage != "untracked":
+                found.append(event("user_annotation", f"stopwatch:{stage}", begin, at))
+        found.append(event("user_annotation", f"ProfilerStep#{iteration + 1}", first, at))
+    return found
 
 
 def write_trace(path, events):
@@ -124,13 +126,20 @@ def write_events(path, rows):
 
 
 def make_run(folder, number, config, stages, events=None):
-    """A run directory; one whose stages name a trace has `events` in it, or what `report` tells."""
+    """A run directory; `events` are those of its trace."""
     path = folder / f"HalfCheetah-v5__{config['args']['exp_name']}__1__{number}"
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     (path / "machine.json").write_text(json.dumps(machine(0.5 * config["args"]["seed"])))
     if stages:
         (path / "stages.json").write_text(json.dumps(stages))
-    if stages and stages.get("trace"):
-        write_trace(path / "trace.json.gz", events or trace_events(bool(config["gpu"])))
+    if events:
+        write_trace(path / "trace.json.gz", events)
     return path
+
+
+def make_traced_run(folder, number, config, stages=None, operators=2000):
+    """A run directory with what `report` and `trace_events` tell."""
+    gpu = bool(config["gpu"])
+    events = trace_events(gpu, operators)
+    return make_run(folder, number, config, stages or report(gpu=gpu), events)

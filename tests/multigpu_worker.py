@@ -21,7 +21,8 @@ def main(module: str, flags: dict, out: str = "", kill: tuple = (-1, -1), apart:
     torch.set_default_dtype(torch.float64)  # in float32 even a run and itself drift apart
     rank, agents, counts, games = int(os.environ["RANK"]), [], [], []
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    init, average, gather = script.PPO.__init__, script.dist.all_reduce, script.dist.gather_object
+    init, update = script.PPO.__init__, script.PPO.update
+    average, gather = script.dist.all_reduce, script.dist.all_gather_object
 
     def made(self, *arguments):
         init(self, *arguments)
@@ -29,20 +30,20 @@ def main(module: str, flags: dict, out: str = "", kill: tuple = (-1, -1), apart:
         for parameter in self.parameters():  # which rank 0's are to replace
             parameter.data.add_(0.01 * rank)
 
-    def averaged(shared):
+    def updated(self, *arguments):
         counters = torch._dynamo.utils.counters
         counts.append((counters["stats"]["unique_graphs"], len(counters["graph_break"])))
         if first and list(kill) == [rank, len(counts)]:
             os.kill(os.getpid(), signal.SIGKILL)
-        if not apart:
-            average(shared)
+        return update(self, *arguments)
 
-    def gathered(rows, *arguments):
+    def gathered(rows_of_all, rows):
         games.extend(rows)
-        gather(rows, *arguments)
+        gather(rows_of_all, rows)
 
-    script.PPO.__init__ = made
-    script.dist.all_reduce, script.dist.gather_object = averaged, gathered
+    script.PPO.__init__, script.PPO.update = made, updated
+    script.dist.all_reduce = (lambda values: None) if apart else average
+    script.dist.all_gather_object = gathered
     run_dir = script.main(script.Args(**flags))
     if out:
         found = {"agent": agents[0].state_dict(), "counts": counts, "games": len(games)}

@@ -31,6 +31,8 @@ ENDING = {"env_id": "envs_for_workers:Ending-v0", "num_steps": 32, "num_envs": 2
 SMALL = ENDING | {"num_minibatches": 4, "update_epochs": 2}
 OBS, A, CPU, META = 5, 3, torch.device("cpu"), torch.device("meta")
 OF_TWO = {"charts/staleness", "charts/learner_waits_seconds", "charts/collector_waits_seconds"}
+LOSSES = {"losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl"}
+LOSSES |= {"losses/approx_kl", "losses/clipfrac", "losses/explained_variance"}
 PATIENCE = 300  # seconds that only a test which fails takes, however busy the machine
 
 
@@ -203,24 +205,22 @@ def test_a_stale_rollout_is_corrected(module):
         acted.model.actor_mean[4].weight.mul_(30)
         drawn_with, _ = evaluated(acted.model)
         departure, values = evaluated(agent.model)
-        if module is baseline:
-            rollout.log_probs[:] = drawn_with[:, None]
-            batch = agent.prepare(rollout, stale=True)
-        else:
-            batch = agent.prepare(rollout, acted.flat)
+        rollout.log_probs[:] = drawn_with[:, None]
+        batch = agent.prepare(rollout, **{"stale": True} if module is baseline else {})
         following = torch.where(rollout.ended.bool(), rollout.final_values, values[1:, None])
         columns = rollout.rewards, values[:-1, None], following, rollout.ended
         advantages = module.compute_gae(*columns, args.gamma, args.gae_lambda).flatten()
         importance = (departure - drawn_with).exp()
         assert importance.std() > 0.1, "nothing to correct"
-        found = [batch.values, batch.advantages, batch.returns, batch.log_probs, batch.importance]
-        expected = [values[:-1], advantages, advantages + values[:-1], departure, importance]
-        torch.testing.assert_close(found, expected)
+        expected = {"values": values[:-1], "advantages": advantages, "importance": importance}
+        expected |= {"returns": advantages + values[:-1], "log_probs": departure}
+        for name, column in expected.items():
+            torch.testing.assert_close(getattr(batch, name), column, msg=name)
         agent.model.actor_mean[4].weight.mul_(30)  # an epoch later
         ratios = (evaluated(agent.model)[0] - departure).exp()
         surrogate = torch.min(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
         assert (ratios - 1).abs().max() > 0.2, "nothing to bound"
-        loss = module.ppo_loss(agent.model, batch, args)[1][0]
+        loss = module.ppo_loss(agent.model, batch, args)[1]["losses/policy_loss"]
         torch.testing.assert_close(loss, -(importance * surrogate).mean())
 
 
@@ -249,6 +249,33 @@ def test_a_run_is_resumed(module, capsys):
     assert max(step for step, _ in values["charts/episodic_return"]) > 256
     for name in ("config", "stages", "stages_collector"):
         assert (run_dir / f"{name}.json").exists() and (run_dir / f"{name}_256.json").exists()
+
+
+@pytest.mark.usefixtures("backend")
+def test_numbers_that_a_copy_anneals_count_in_compiled_code():
+    """Each epoch has other coefficients: it compiles once more, then they are inputs."""
+    torch.manual_seed(0)
+    reference = baseline.PPO(baseline.Args(**SMALL), OBS, A, CPU)
+    agent = variant.PPO(variant.Args(**SMALL), OBS, A, CPU)
+    agent.model.load_state_dict(reference.model.state_dict())
+    variant.compile_agent(agent)
+    rollout = baseline.Rollout(reference.args, OBS, A, CPU)
+    same_rollout = variant.Rollout(agent.args, OBS, A, CPU)
+    for name, tensor in vars(same_rollout).items():
+        tensor.normal_()
+        getattr(rollout, name).copy_(tensor)
+    for epoch, coefficient in enumerate((0.3, 0.2, 0.1, 0.05), start=1):
+        for args in (reference.args, agent.args):
+            args.ent_coef = args.vf_coef = coefficient
+            args.gamma = 1 - coefficient
+        order = torch.randperm(64)
+        expected = reference.learn(reference.prepare(rollout, stale=True), order)
+        found = agent.learn(agent.prepare(same_rollout), order)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs == min(epoch, 2), "compiled for each number"
+    for parameter, other in zip(reference.parameters(), agent.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, atol=1e-5, rtol=0)
 
 
 def test_differing_hunks_are_marked():
@@ -299,7 +326,7 @@ def test_a_dead_collector_is_noticed_while_learning(module, env_id, how, monkeyp
             time.sleep(PATIENCE)
             pytest.fail("nobody has noticed it")
         Path("one").touch()
-        return torch.zeros(1, len(module.METRICS))
+        return dict.fromkeys(("losses/clipfrac", "losses/approx_kl"), torch.zeros(1))
 
     monkeypatch.setattr(module.PPO, "learn", learn_for_long)
     flags = {"env_id": f"envs_for_workers:{env_id}", "num_steps": 8, "num_envs": 1}
@@ -372,7 +399,7 @@ def test_nothing_is_left_behind(module, whom, how, last_words):
     before = shared_memory()
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     flags += ["--total-timesteps=10000000", "--checkpoint-every=640", "--eval-every=640"]
-    command = [sys.executable, str(ROOT / "leanrl" / module.SCRIPT), *flags]
+    command = [sys.executable, module.__file__, *flags]
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, **pipes, text=True, env=env, process_group=0)
@@ -469,7 +496,8 @@ def test_nothing_lands_on_the_wrong_device(monkeypatch):
     )
     batch = check_devices(agent.prepare, META)(rollout, stale=True)
     order = torch.zeros(64, dtype=torch.int64, device=META)
-    assert check_devices(agent.learn, META)(batch, order).shape == (4, 6)
+    metrics = check_devices(agent.learn, META)(batch, order)
+    assert {value.shape for value in metrics.values()} == {(4,)}
     with pytest.raises(RuntimeError, match=r"^PPO.act: arguments.noise is on cpu, expected meta$"):
         act(rollout.obs[0], torch.zeros(2, A))
     rollout.ended = torch.zeros(32, 2)
@@ -492,10 +520,12 @@ def test_nothing_lands_on_the_wrong_device(monkeypatch):
 )
 def test_settings_are_checked(module, flags, count, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    monkeypatch.setattr(sys, "argv", [module.__file__, *words])
     if message is None:
-        return module.check_args(module.Args(**flags))
+        return module.check_args(module.parse_args(module.Args))
     with pytest.raises(SystemExit, match=f"^{message}$"):
-        module.check_args(module.Args(**flags))
+        module.check_args(module.parse_args(module.Args))
 
 
 # Whole runs
@@ -504,25 +534,27 @@ def test_settings_are_checked(module, flags, count, message, monkeypatch):
 def test_run_from_end_to_end(tmp_path):
     flags = ("--env-id=Pendulum-v1", "--num-steps=64", "--num-minibatches=4", "--num-envs=2")
     flags += ("--total-timesteps=1000", "--eval-every=384", "--eval-episodes=2", "--save-model")
-    result = run(tmp_path, variant.SCRIPT, *flags, "--cudagraphs")
+    result = run(tmp_path, Path(variant.__file__).name, *flags, "--cudagraphs")
     run_dir, config, stages, values = read_run(tmp_path)
     if not torch.cuda.is_available():
-        assert "--cudagraphs: no CUDA device, it has no effect" in result.stderr
+        assert "--cudagraphs: without CUDA it has no effect" in result.stderr
     assert "the collector:" in result.stderr and run_dir.name in result.stderr
     assert config["args"]["collector_device"] == "cpu"
     steady = 896 - 3 * 128
-    assert stages["window"]["env_steps"] == steady and stages["sps_steady"] > 0
+    assert stages["env_steps"] == steady and stages["sps_steady"] > 0
     collector = json.loads((run_dir / "stages_collector.json").read_text())
-    assert collector["window"]["env_steps"] == steady
+    assert collector["env_steps"] == steady and collector["iterations"] == steady / 128
     for name in ("simulation", "inference", "replay"):
-        assert collector["stages"][name]["count"] == steady / 2
+        assert collector["stages"][name] > 0
     rates = [value for _, value in values["charts/learning_rate"]]
     assert rates == pytest.approx([3e-4 * (1 - i / 7) for i in range(7)])
     assert [step for step, _ in values["charts/eval_return"]] == [384, 768, 896]
     assert [step for step, _ in values["charts/episodic_return"]] == [400, 400, 800, 800]
     assert values["charts/episodic_length"] == [(400, 200), (400, 200), (800, 200), (800, 200)]
-    for name in (*variant.METRICS, "explained_variance"):
-        series = [value for _, value in values[f"losses/{name}"]]
+    losses = {tag for tag in values if tag.startswith("losses/")}
+    assert losses == LOSSES
+    for tag in losses:
+        series = [value for _, value in values[tag]]
         assert len(series) == 7 and np.isfinite(series).all()
     assert len({value for _, value in values["losses/value_loss"]}) == 7
     assert (run_dir / "checkpoint.pt").exists()

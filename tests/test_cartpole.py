@@ -6,6 +6,7 @@ Losses and advantages are those that test_ppo and test_atari test, to the letter
 import inspect
 import math
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -24,7 +25,9 @@ SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline"
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 FORMS = pytest.mark.parametrize("make", [baseline.CartPole])  # other tests call these with theirs
 SMALL = {"num_envs": 64, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
-TAGS = {f"losses/{name}" for name in (*baseline.METRICS, "explained_variance")}
+BASELINE, VARIANT = Path(baseline.__file__).name, Path(variant.__file__).name
+LOSSES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance"
+TAGS = {f"losses/{name}" for name in LOSSES.split()}
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +216,7 @@ def assert_a_rollout_holds_what_happened(module, compiled, monkeypatch):
     flags = {"total_timesteps": 3 * 1024, "learning_rate": 0.0, "num_steps": 16}
     train(module, **flags, **({} if compiled is None else {"compile": compiled}))
     agent, columns = rollouts[0][0], zip(*(rollout for _, rollout, _ in rollouts), strict=True)
-    rollout = module.Rollout(*(torch.cat(column) for column in columns))
+    rollout = module.Rollout._make(torch.cat(column) for column in columns)
     with torch.no_grad():
         log_policy, values = agent.model(rollout.obs)
         finals = module.CartPole(64, CPU).dynamics(
@@ -269,11 +272,19 @@ def run_updates(reference, agent, count, tolerance):
     with torch.no_grad():
         log_policy, values = reference.model(obs)
         log_probs = log_policy.gather(1, actions[:, None]).squeeze(1)
-    columns = obs, actions, log_probs, values, torch.randn(256), values + torch.randn(256)
+    columns = {
+        "obs": obs,
+        "actions": actions,
+        "log_probs": log_probs,
+        "values": values,
+        "advantages": torch.randn(256),
+        "returns": values + torch.randn(256),
+    }
     for _ in range(count):
         index = torch.randperm(256)[:64]
-        found = agent.update(variant.Batch(*columns), index)
-        expected = reference.update(baseline.Batch(*columns), index)
+        found = agent.update(variant.Batch(**columns), index)
+        expected = reference.update(baseline.Batch(**columns), index)
+        assert len(expected) == 6
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     states = agent.state_dict(), reference.state_dict()
     torch.testing.assert_close(*states, atol=tolerance, rtol=tolerance)
@@ -308,6 +319,38 @@ def test_a_wrong_update_is_noticed():
         setattr(agent.args, flag, value)
         with pytest.raises(AssertionError):
             run_updates(reference, agent, 3, 1e-5)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_number_that_a_copy_anneals_counts_in_compiled_code():
+    """Each update has another weight: it compiles once more, then the number is an input."""
+    reference, agent = make_pair()
+    compile_agent(agent)
+    for count, ent_coef in enumerate((0.01, 0.5, 0.2, 0.1), start=1):
+        reference.args.ent_coef = agent.args.ent_coef = ent_coef
+        run_updates(reference, agent, 1, 1e-5)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs == min(count + 2, 4), "gather, gradients, twice, and optimize"
+
+
+@pytest.mark.filterwarnings("ignore:This module is instantiated on a machine without CUDA")
+def test_a_captured_epoch_refuses_other_args():
+    """A graph would go on with the numbers it was captured with."""
+    _, agent = make_pair()
+    variant.capture_agent(agent)
+    obs, zeros = torch.randn(64, 4), torch.zeros(64)
+    batch = variant.Batch(
+        obs=obs,
+        actions=zeros.long(),
+        log_probs=zeros,
+        values=zeros,
+        advantages=obs[:, 0],
+        returns=zeros,
+    )
+    assert agent.learn(batch, torch.arange(64))["losses/entropy"].shape == (2,)
+    agent.args.ent_coef = 0.5
+    with pytest.raises(AssertionError, match="CUDA graphs keep args"):
+        agent.learn(batch, torch.arange(64))
 
 
 def test_whole_runs_agree(backend, monkeypatch):  # noqa: F811
@@ -366,17 +409,19 @@ def test_run_from_end_to_end(more, tmp_path, capsys):
     flags = SMALL | {"total_timesteps": 9000, "eval_every": 5000, "eval_episodes": 3}
     if more is None:
         words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-        err = run(tmp_path, baseline.SCRIPT, *words, "--save-model", "--capture-video").stderr
+        err = run(tmp_path, BASELINE, *words, "--save-model", "--capture-video").stderr
     else:
         variant.main(variant.Args(**flags, **more, save_model=True, capture_video=True))
         err = capsys.readouterr().err
-        assert err.count("no CUDA device") == (not torch.cuda.is_available())
+        assert err.count("without CUDA it has no effect") == (not torch.cuda.is_available())
     run_dir, config, stages, values = read_run(tmp_path)
-    assert f"run directory: runs/{run_dir.name}" in err
+    for text in ("us/step", f"steps/s, runs/{run_dir.name}", "evaluation at 5,120: "):
+        assert text in err
     assert config["args"]["env_id"] == "CartPole-v1" and config["versions"]["torch"]
-    assert stages["window"]["env_steps"] == 8192 - 3 * 1024 and stages["sps_steady"] > 0
+    assert stages["env_steps"] == 8192 - 3 * 1024 and stages["sps_steady"] > 0
+    assert stages["iterations"] == 5
     for stage in ("inference", "backpropagation"):
-        assert stages["stages"][stage]["seconds"] > 0
+        assert stages["stages"][stage] > 0
     assert [step for step, _ in values["charts/eval_return"]] == [5120, 8192]
     for name in ("charts/episodic_return", "charts/episodic_length"):
         assert len(values[name]) == 8 and all(9 < value < 100 for _, value in values[name])
@@ -428,7 +473,7 @@ def test_a_resumed_run_takes_up_what_was_saved(module, monkeypatch):
     assert (run_dir / "config.json").exists() and (run_dir / "stages_2048.json").exists()
     steps = [step for step, _ in read_scalars(run_dir)["charts/learning_rate"]]
     assert steps == [1024, 2048, 3072, 4096]
-    with pytest.raises(SystemExit, match="nothing left to do, 4,096 steps"):
+    with pytest.raises(SystemExit, match="no iteration is left after 4,096 steps"):
         train(module, **flags)
 
 
@@ -441,7 +486,7 @@ def test_what_is_not_finite_ends_the_run_and_spares_the_checkpoint(module, monke
         module.CartPole, "dynamics", lambda *arguments: dynamics(*arguments).fill_(math.nan)
     )
     flags = {"total_timesteps": 4096, "checkpoint_every": 1024, "resume": str(run_dir)}
-    with pytest.raises(SystemExit, match="^step 2,048: losses are not finite: .*$"):
+    with pytest.raises(SystemExit, match="^step 2,048: losses/policy_loss is not finite: nan$"):
         train(module, **flags)
     assert (run_dir / "checkpoint.pt").read_bytes() == before
 
@@ -462,7 +507,7 @@ def test_evaluation_takes_the_likeliest_action_on_gymnasiums_own(module):
     agent = module.PPO(module.Args(eval_episodes=2), 4, 2, CPU)
     with torch.no_grad():
         agent.model.actor[-1].weight.mul_(100)
-    state, found = torch.get_rng_state(), module.evaluate(agent, agent.args, None)
+    state, found = torch.get_rng_state(), module.evaluate(agent, agent.args, Path("unused"))
     assert torch.equal(torch.get_rng_state(), state)
     returns = []
     for i in range(2):
@@ -477,24 +522,38 @@ def test_evaluation_takes_the_likeliest_action_on_gymnasiums_own(module):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ({"num_envs": 0}, "--num-envs: 0 is out of range"),
         ({"gamma": math.nan}, "--gamma: nan is out of range"),
         ({"num_envs": 3, "num_steps": 3}, "--num-minibatches: does not divide 9 steps"),
-        ({"total_timesteps": 100}, "--total-timesteps: less than one rollout of 131,072 steps"),
-        ({"cudagraphs": True, "cuda": False}, "--cudagraphs: contradicts --no-cuda"),
+        ({"num_envs": 2, "num_steps": 2}, "--num-minibatches: does not divide 4 steps"),
+        ({"total_timesteps": 100}, "--total-timesteps: no iteration is left after 0 steps"),
     ],
+    ids=str,
 )
-def test_bad_input_is_one_line(flags, words):
-    with pytest.raises(SystemExit, match=f"^{words}") as error:
-        variant.main(variant.Args(**flags))
+def test_bad_input_is_one_line(flags, message, monkeypatch):
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    monkeypatch.setattr(sys, "argv", [VARIANT, *words])
+    with pytest.raises(SystemExit, match=f"^{message}") as error:
+        variant.main(variant.parse_args(variant.Args))
     assert re.fullmatch(".+", error.value.code) and not Path("runs").exists()
+
+
+@SCRIPTS
+def test_a_rollout_in_which_no_episode_ended_has_no_return(module):
+    """Every number that is logged is finite, so it is left out and not written as nan."""
+    flags = {"num_steps": 4, "total_timesteps": 64 * 4 * 8}  # a pole falls for 8 steps or more
+    series = read_scalars(train(module, **flags))
+    returns = series["charts/episodic_return"]
+    assert 0 < len(returns) < len(series["losses/entropy"]) == 8 and returns[0][0] > 64 * 4
+    assert np.isfinite([value for _, value in returns]).all()
+    assert returns == series["charts/episodic_length"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.parametrize("command", [(baseline.SCRIPT,), (variant.SCRIPT, "--compile")], ids=str)
+@pytest.mark.parametrize("command", [(BASELINE,), (VARIANT, "--compile")], ids=str)
 def test_cartpole_is_solved_on_gymnasiums_own(command, seed, tmp_path):
     """475 is where Gymnasium calls CartPole-v1 solved; a random policy gets about 22."""
     run(tmp_path, *command, f"--seed={seed}", "--eval-every=5000000", "--eval-episodes=100")

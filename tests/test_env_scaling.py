@@ -105,20 +105,22 @@ def test_the_turning_point_is_found():
     numbers = [4**k for k in range(11)]
     generator = np.random.default_rng(0)
     seconds = [(2e-5 + 1e-9 * n) * generator.uniform(0.95, 1.05) for n in numbers]
-    fit = env_report.turning_point(numbers, seconds)
+    points = dict(zip(numbers, seconds, strict=True))
+    fit = env_report.turning_point(points)
     assert fit["flat"] == pytest.approx(2e-5, rel=0.1)
     assert fit["per_env"] == pytest.approx(1e-9, rel=0.1)
     assert fit["turning"] == pytest.approx(20_000, rel=0.2)
-    assert env_report.describe_turning(fit, numbers) == f"{fit['turning']:,.0f}"
+    assert env_report.describe_turning(fit, points) == f"{fit['turning']:,.0f}"
 
 
 def test_flat_and_linear_times_have_no_turning_point():
     numbers = [1, 10, 100, 1000]
     for seconds in ([5.0] * 4, [0.1 * n for n in numbers]):
-        fit = env_report.turning_point(numbers, seconds)
+        points = dict(zip(numbers, seconds, strict=True))
+        fit = env_report.turning_point(points)
         inside = fit["turning"] and 1 < fit["turning"] < 1000
         assert not inside, fit
-        assert env_report.describe_turning(fit, numbers) in ("none", "below 1", "above 1,000")
+        assert env_report.describe_turning(fit, points) in ("none", "below 1", "above 1,000")
 
 
 def test_samples_are_per_step():
@@ -172,6 +174,15 @@ def test_a_quick_study_from_end_to_end(tmp_path, monkeypatch, capsys):
     figure.unlink()
     subprocess.run(call, cwd=ROOT, check=True, capture_output=True)
     assert figure.exists() and (tmp_path / "env_scaling.md").read_text() == report
+
+
+def test_a_file_that_is_no_record_of_the_study_is_one_line(tmp_path):
+    (tmp_path / "damaged.json").write_text("{")
+    (tmp_path / "other.json").write_text("{}")
+    for name, why in {"damaged": "is damaged", "other": "is no record", "gone": "has no"}.items():
+        call = [sys.executable, "plots/env_report.py", tmp_path / f"{name}.json"]
+        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and why in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_table_says_what_the_record_says():

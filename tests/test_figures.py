@@ -11,6 +11,7 @@ import curves
 import env_report
 import numpy as np
 import pytest
+import readme
 import record
 import run_dirs
 from conftest import ROOT
@@ -19,13 +20,14 @@ from fake_runs import (
     config,
     machine,
     make_run,
+    make_traced_run,
     report,
     stages,
     trace_events,
     write_events,
 )
 from matplotlib.colors import to_rgb
-from traces import reduce_trace
+from traces import CPU_LAYERS, reduce_trace
 
 
 def image_size(path):
@@ -42,7 +44,8 @@ def runs(tmp_path):
     for seed in (1, 2):
         for i, row in enumerate(("baseline", "compile")):
             made = report(steady=(1 + i) * 10.0 * seed)
-            path = make_run(folder, 10 * seed + i, config(row, seed, total_timesteps=1000), made)
+            made_by = config(row, seed, total_timesteps=1000)
+            path = make_traced_run(folder, 10 * seed + i, made_by, made)
             write_events(path, events(seed, 1 + i))
     return folder
 
@@ -61,15 +64,23 @@ def events(seed, speed):
 
 def test_a_stage_has_its_untraced_seconds_and_its_traced_shares():
     """Tracing slowed inference down twofold and the backpropagation not: each is scaled alone."""
-    found = run_dirs.per_step(report(), reduce_trace(trace_events(), 10, 10, 0.1))
+    found = run_dirs.per_step(report(), reduce_trace(trace_events()) | {"env_steps": 10})
     assert found["inference"]["total"] == 0.02 and found["backpropagation"]["total"] == 0.06
     assert found["inference"]["python_s"] == pytest.approx(0.015)
     assert found["inference"]["backend_s"] == pytest.approx(0.005)
     assert found["backpropagation"]["backend_s"] == pytest.approx(0.04)
     assert found["backpropagation"]["backend_calls"] == 200  # calls are not scaled
-    layers = [sum(fields.get(x, 0) for x in run_dirs.CPU_LAYERS) for fields in found.values()]
+    layers = [sum(fields.get(x, 0) for x in CPU_LAYERS) for fields in found.values()]
     assert layers == pytest.approx([fields["total"] for fields in found.values()])
     assert run_dirs.per_step(report(), None)["inference"] == {"total": 0.02}
+
+
+def test_a_traced_run_has_ended_when_its_last_row_says_so(tmp_path):
+    """Its report ends where the trace begins, and says nothing of the steps after that."""
+    for last, missing in ((1000, ""), (500, "stopped after 500 of 1000 steps")):
+        path = make_run(tmp_path, last, config(stopwatch="trace"), stages(80, steps=700))
+        write_events(path, [("charts/SPS", step, step, 1.0) for step in (100, last)])
+        assert run_dirs.read_run(path, whole=False).missing == missing
 
 
 def add_part(path, before, found, **args):
@@ -134,26 +145,52 @@ def test_what_the_machine_was_stands_beside_the_run(tmp_path, monkeypatch):
     assert run_dirs.incomparable([run, known]) is None  # what is unknown is no difference
     record = run_dirs.machine([known.config])
     assert record["load_average_1min"] is None and record["git_commits"] == [None]
-    assert "CPU: unknown, 2 cores, 2 torch threads" in run_dirs.describe(record)
+    lines = run_dirs.describe(record)
+    assert "CPU: unknown processor, 2 torch threads" in lines
+    assert "Python unknown, torch 2.13.0" in lines
     here = run_dirs.this_machine()
     assert here["cpu"].keys() == {"model", "vectors", "cores"} and len(here["load_average"]) == 3
+    assert here["versions"].keys() == {"torch", "gymnasium"}
 
 
-@pytest.mark.parametrize("cores", [2, 4])
-def test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be(tmp_path, monkeypatch, cores):
+@pytest.mark.parametrize("torch", ["2.13.0", "2.14.0"])
+def test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be(tmp_path, monkeypatch, torch):
     path = make_run(tmp_path, 1, config(), stages(80))
     (path / "machine.json").unlink()
     write_events(path, [("charts/episodic_return", 50 * k, k, float(k)) for k in range(1, 21)])
     here = machine()
-    here["cpu"]["cores"] = cores
+    here["versions"]["torch"] = torch
     monkeypatch.setattr(run_dirs, "this_machine", lambda: here)
     monkeypatch.setattr(sys, "argv", ["record.py", str(tmp_path / "r.json"), str(path)])
     record.main()
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
-    assert run["config"]["cpu"]["model"] == ("Abacus" if cores == 2 else None)
+    assert run["config"]["cpu"]["model"] == ("Abacus" if torch == "2.13.0" else None)
+    assert run["config"]["versions"]["torch"] == "2.13.0"
     assert run["config"]["load_average"] is None, "nobody knows what it was then"
-    assert run["mean_return_last_10"] == 15.5 and run["episodic_returns"][0] == [50, 1.0]
+    assert run["mean_return_last_10"] == 15.5
     assert run["eval_returns"] == [] and run["stages"] == stages(80)
+    (first, *_, last) = run["episodic_returns"]
+    assert first[:2] == [50, 1.0] and last[:2] == [1000, 20.0]
+    assert last[2] - first[2] == pytest.approx(19)  # seconds
+
+
+def test_what_is_no_run_makes_no_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["record.py", str(tmp_path / "r.json"), str(tmp_path)])
+    with pytest.raises(SystemExit, match="has logged no episodic return"):
+        record.main()
+    write_events(tmp_path, [("charts/episodic_return", 50, 1, 1.0)])
+    with pytest.raises(SystemExit, match="error: has no config.json"):
+        record.main()
+
+
+@pytest.mark.parametrize("key", ["sps", "sps_inclusive"])
+def test_minutes_are_of_whole_runs_by_old_records_and_new_ones(key):
+    def made(steps):
+        part = {"wall_seconds": 600.0, key: steps / 600}
+        return {"mean_return_last_10": 7.0, "stages": part}
+
+    assert readme.learned([made(1000)], 1000) == ["7 in training", "10"]
+    assert readme.learned([made(1000), made(500)], 1000) == ["7, 7 in training", "-"]
 
 
 def test_series_end_where_the_file_is_damaged(tmp_path):
@@ -208,7 +245,7 @@ def test_where_one_seed_is_left_there_is_a_mean_and_no_interval():
 
 def test_curves_of_real_files(runs, tmp_path, capsys):
     """One folder: runs of CleanRL, one with a single episode, one with none, broken ones."""
-    make_run(runs, 40, config("compile+cudagraphs", 3, gpu="H"), report(gpu=True))
+    make_traced_run(runs, 40, config("compile+cudagraphs", 3, gpu="H"))
     single = make_run(runs, 50, config(script="td3_continuous_action"), stages(10.0))
     write_events(single, [("charts/episodic_return", 900, 5, 3.0)])
     for seed in (1, 2):
@@ -216,7 +253,7 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
     wrong = {
         60: (report() | {"sps_steady": float("inf")}, "stages.json: sps_steady inf"),
         61: (report() | {"wall_seconds": float("nan")}, "stages.json: wall_seconds nan"),
-        62: (report() | {"sps_inclusive": "fast"}, "stages.json: sps_inclusive 'fast'"),
+        62: (report() | {"sps": "fast"}, "stages.json: sps 'fast'"),
         63: (report() | {"sps_steady": [1.0]}, "some other program"),
         64: (report() | {"stages": 5}, "some other program"),
     }
@@ -425,23 +462,23 @@ def test_breakdown_sums_to_the_untraced_time(runs):
         assert row["cpu_share"] is None and row["gpu_busy"] is None
 
 
-def test_an_interrupted_run_has_a_breakdown_if_its_trace_is_complete(tmp_path):
-    make_run(tmp_path, 1, config(), report() | stages(10.0, steps=500))
-    make_run(tmp_path, 2, config("compile"), report() | {"trace": None} | stages(10.0, steps=500))
+def test_an_interrupted_run_has_a_breakdown_if_it_has_a_trace(tmp_path):
+    make_traced_run(tmp_path, 1, config(), report() | stages(10.0, steps=500))
+    make_run(tmp_path, 2, config("compile"), report() | stages(10.0, steps=500))
     assert breakdown.main([str(tmp_path), "--out", str(tmp_path / "out/b")]) == 0
     (row,) = json.loads((tmp_path / "out/b.json").read_text())["rows"]
     assert row["row"] == "baseline"
 
 
 def test_an_iteration_is_a_step_of_all_environments(tmp_path):
-    path = make_run(tmp_path, 1, config(num_envs=8), report())
+    path = make_traced_run(tmp_path, 1, config(num_envs=8))
     counts = breakdown.reduce(run_dirs.read_run(path))["transitions_per_iteration"]
     assert counts["to_backend"] == 8 * 201 and counts["to_simulator"] == 1
 
 
 def test_breakdown_on_a_gpu(tmp_path):
     """Waiting beside a busy GPU is the GPU's time; all else beside it is both's."""
-    path = make_run(tmp_path, 1, config("compile", gpu="H"), report(gpu=True))
+    path = make_traced_run(tmp_path, 1, config("compile", gpu="H"))
     row = breakdown.reduce(run_dirs.read_run(path))
     update = row["cells"]["backpropagation"]
     assert update["cuda_wait_s GPU"] == pytest.approx(0.03) and "cuda_wait_s CPU" not in update
@@ -459,15 +496,16 @@ def test_figures_of_breakdown(tmp_path, capsys, gpu):
         for row in ("baseline", "compile"):
             number += 1
             arguments = config(row, gpu=gpu, script=script, env_id=env_id)
-            events = trace_events(gpu is not None, 2000 if row == "baseline" else 10)
-            made = report(gpu=gpu is not None)
-            make_run(tmp_path / "runs", number, arguments, made, events)
+            make_traced_run(
+                tmp_path / "runs", number, arguments, operators=2000 if row == "baseline" else 10
+            )
     broken = make_run(tmp_path / "runs", 8, config("compile", gpu=gpu), report())
     (broken / "trace.json.gz").write_bytes(b"no gzip")
-    made = report() | {"window": {"env_steps": 0}}
-    lacking = make_run(tmp_path / "runs", 7, config("compile", gpu=gpu), made)
+    made = report() | {"iterations": 0}
+    lacking = make_traced_run(tmp_path / "runs", 7, config("compile", gpu=gpu), made)
     make_run(tmp_path / "runs", 9, config("eager", gpu=gpu), stages(5))  # not traced
-    other = make_run(tmp_path / "runs", 0, config("cudagraphs", gpu="other"), report())
+    other = make_traced_run(tmp_path / "runs", 0, config("cudagraphs", gpu="other"))
+    write_events(tmp_path / f"runs/HalfCheetah-v5__{SCRIPT}__1__10", events(1, 1))  # CleanRL's
     out = tmp_path / "out/b"
     assert breakdown.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
     said = capsys.readouterr()
@@ -492,11 +530,9 @@ def test_no_trace_is_one_line(tmp_path, capsys):
     assert "no run has a complete trace" in capsys.readouterr().err
 
 
-def test_python_finds_its_own_profile_module():
-    """torch.compile imports cProfile, which imports `profile`."""
-    code = "import sys; sys.path.insert(0, 'plots'); import run_dirs, cProfile, profile; "
-    code += "assert hasattr(profile, 'runctx')"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+def test_no_module_here_hides_one_of_python():
+    names = {path.stem for path in (ROOT / "plots").rglob("*.py")}
+    assert not names & sys.stdlib_module_names
 
 
 # The scaling study

@@ -5,6 +5,7 @@ What PPO shares with SAC to the letter is tested there; that it is shared is tes
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import gymnasium as gym
@@ -13,7 +14,7 @@ import pytest
 import torch
 from gymnasium.wrappers.utils import RunningMeanStd
 from test_sac import read_run, read_scalars, run
-from test_sac_parity import assert_hunks_are_marked, backend  # noqa: F401
+from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
 
 from leanrl import ppo_continuous_action as baseline
 from leanrl import ppo_continuous_action_torchcompile as variant
@@ -21,6 +22,8 @@ from leanrl import ppo_continuous_action_torchcompile as variant
 BASELINE, VARIANT = Path(baseline.__file__).name, Path(variant.__file__).name
 SMALL = {"env_id": "Pendulum-v1", "num_steps": 64, "num_minibatches": 4, "update_epochs": 2}
 OBS, A, CPU = 5, 3, torch.device("cpu")
+LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+LOSSES = tuple(f"losses/{name}" for name in LOSSES)
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
@@ -93,8 +96,9 @@ def test_losses_match_plain_loops(module):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    columns = [torch.randn(6, OBS), torch.randn(6, A), *(torch.randn(6) for _ in range(4))]
-    batch = module.Batch(*(column.double() for column in columns))
+    columns = {"obs": torch.randn(6, OBS), "actions": torch.randn(6, A)}
+    columns |= {name: torch.randn(6) for name in ("log_probs", "values", "advantages", "returns")}
+    batch = module.Batch(**{name: column.double() for name, column in columns.items()})
     mean, log_std, values = model(batch.obs)
     normal = torch.distributions.Normal(mean, log_std.exp())
     log_probs = normal.log_prob(batch.actions).sum(dim=1)
@@ -115,14 +119,16 @@ def test_losses_match_plain_loops(module):
     entropy = normal.entropy()[0].sum().item()
     loss, metrics = module.ppo_loss(model, batch, args)
     expected = [of_policy, of_value, entropy, old_kl, kl, clipped]
-    assert metrics.tolist() == pytest.approx(expected) and not metrics.requires_grad
+    assert metrics == {name: pytest.approx(x) for name, x in zip(LOSSES, expected, strict=True)}
+    assert not any(value.requires_grad or value.shape for value in metrics.values())
     assert loss.item() == pytest.approx(of_policy - 0.01 * entropy + 0.5 * of_value)
     args.clip_vloss = args.norm_adv = False
-    plain = module.ppo_loss(model, batch, args)[1]
-    assert plain[1].item() == pytest.approx(0.5 * (values - batch.returns).square().mean().item())
+    _, plain = module.ppo_loss(model, batch, args)
+    error = 0.5 * (values - batch.returns).square().mean().item()
+    assert plain["losses/value_loss"].item() == pytest.approx(error)
     ratios, raw = (log_probs - batch.log_probs).exp(), batch.advantages
     surrogate = torch.min(ratios * raw, ratios.clamp(0.9, 1.1) * raw).mean().item()
-    assert plain[0].item() == pytest.approx(-surrogate)
+    assert plain["losses/policy_loss"].item() == pytest.approx(-surrogate)
 
 
 # Environments
@@ -200,9 +206,10 @@ def test_only_a_truncation_bootstraps_from_its_final_observation(module, registe
     rollouts, prepare = [], module.PPO.prepare
 
     def prepared(self, rollout, *rest):
+        fields = rollout if isinstance(rollout, dict) else vars(rollout)
         values = self.model(torch.tensor(normalized))[2]
         names = ("obs", "ended", "final_values")
-        arrays = [np.asarray(getattr(rollout, name)).copy().ravel() for name in names]
+        arrays = [np.asarray(fields[name]).copy().ravel() for name in names]
         rollouts.append((*arrays, values))
         return prepare(self, rollout, *rest)
 
@@ -315,11 +322,12 @@ def test_an_iteration_is_that_of_stable_baselines3():
     np.testing.assert_allclose(batch.advantages, advantages, atol=1e-5)
     np.random.seed(0)
     orders = [np.random.permutation(64) for _ in range(2)]
-    metrics = torch.cat([mine.learn(batch, torch.tensor(order)) for order in orders])
-    assert metrics.shape == (8, 6)
+    epochs = [mine.learn(batch, torch.tensor(order)) for order in orders]
+    clipfracs = torch.cat([metrics["losses/clipfrac"] for metrics in epochs])
+    assert clipfracs.shape == (8,)
     np.random.seed(0)
     theirs.train()
-    assert 0.05 < metrics[:, 5].mean() < 0.95, "clipping is not part of the comparison"
+    assert 0.05 < clipfracs.mean() < 0.95, "clipping is not part of the comparison"
     for (parameter, counterpart), before in zip(parameters, initial, strict=True):
         torch.testing.assert_close(parameter, counterpart, atol=1e-6, rtol=0)
         assert (parameter - before).abs().mean() > 1e-4
@@ -346,7 +354,14 @@ def random_batch(reference, device=CPU):
     with torch.no_grad():
         mean, log_std, values = reference.model(obs)
         log_probs = baseline.gaussian_log_prob(actions, mean, log_std)
-    return baseline.Batch(obs, actions, log_probs, values, noise[:, 0], values + noise[:, 1])
+    return baseline.Batch(
+        obs=obs,
+        actions=actions,
+        log_probs=log_probs,
+        values=values,
+        advantages=noise[:, 0],
+        returns=values + noise[:, 1],
+    )
 
 
 def run_epochs(reference, agent, count, tolerance, device=CPU):
@@ -355,6 +370,7 @@ def run_epochs(reference, agent, count, tolerance, device=CPU):
     for _ in range(count):
         order = torch.randperm(256, device=device)
         expected, found = (each.learn(batch, order) for each in (reference, agent))
+        assert set(found) == set(LOSSES)
         torch.testing.assert_close(found, expected, **close)
     torch.testing.assert_close(agent.state_dict(), reference.state_dict(), **close)
     state, moments = reference.optimizer.state.values(), agent.optimizer.state_dict()["state"]
@@ -379,6 +395,24 @@ def test_updates_agree(compiled):
     assert counters["stats"]["unique_graphs"] == compiled and not counters["graph_break"]
 
 
+@WITHOUT_OR_COMPILED
+def test_numbers_in_args_may_change_between_updates(backend):  # noqa: F811
+    """Who anneals a flag gets what it says: the update compiles once more, and then never again."""
+    reference, agent = make_pair()
+    if backend:
+        variant.compile_agent(agent)
+    counters, found = torch._dynamo.utils.counters, []
+    for number in range(5):
+        for each in (reference, agent):
+            each.args.ent_coef = 0.01 * (5 - number)
+            each.args.vf_coef = 0.5 + 0.1 * number
+            each.args.clip_coef = torch.tensor(0.2 - 0.03 * number)
+            each.args.max_grad_norm = 0.5 - 0.1 * number
+        run_epochs(reference, agent, 1, 1e-4)
+        found.append(counters["stats"]["unique_graphs"])
+    assert found == ([1, 2, 2, 2, 2] if backend else [0] * 5)
+
+
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
 )
@@ -396,8 +430,11 @@ def test_captured_epochs_agree(compiled):
     reference, agent = make_pair(device)
     if compiled:
         variant.compile_agent(agent)
-    agent.learn = variant.CudaGraphModule(agent.learn, warmup=3)
+    variant.capture_agent(agent)
     run_epochs(reference, agent, 10, 1e-3, device)  # warm-up, capture, replays
+    agent.args.ent_coef *= 2
+    with pytest.raises(AssertionError, match="CUDA graphs keep args"):
+        agent.learn(random_batch(reference, device), torch.randperm(256, device=device))
 
 
 def test_a_wrong_update_is_noticed():
@@ -416,10 +453,9 @@ def test_acting_agrees():
         obs, noise = torch.randn(4, OBS), torch.randn(4, A)
         actions, _, values = reference.act(obs, noise)
         np.testing.assert_allclose(agent.act(obs.numpy(), noise.numpy()), actions, atol=1e-5)
-        of_numpy = variant.forward(agent.critic_layers, obs.numpy())
-        np.testing.assert_allclose(of_numpy[:, 0], values, atol=1e-5)
-        of_numpy = variant.forward(agent.critic_layers, obs[0].numpy())
-        np.testing.assert_allclose(of_numpy, [reference.value(obs[0])], atol=1e-5)
+        np.testing.assert_allclose(agent.value(obs.numpy()), values, atol=1e-5)
+        one = obs[0]
+        np.testing.assert_allclose(agent.value(one.numpy()), reference.value(one), atol=1e-5)
         run_epochs(reference, agent, 1, 1e-5)
 
 
@@ -460,6 +496,8 @@ def test_differing_hunks_are_marked():
 
 # Whole runs
 
+STAGES = {"simulation", "inference", "replay", "backpropagation", "logging", "checkpoint"}
+STAGES |= {"evaluation", "untracked"}
 GRAPHS = pytest.param({"compile": True, "cudagraphs": True}, marks=pytest.mark.gpu)
 
 
@@ -477,13 +515,13 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
         variant.main(variant.Args(**flags, **more, save_model=True))
         out, err = capsys.readouterr()
         assert not out
-        assert err.count("no CUDA device") == (not torch.cuda.is_available())
+        assert err.count("without CUDA it has no effect") == (not torch.cuda.is_available())
     run_dir, config, stages, scalars = read_run(tmp_path)
     assert config["args"].items() >= flags.items()
-    assert stages["window"]["env_steps"] == 1792 - 3 * 256 and stages["sps_steady"] > 0
-    seconds = {name: stage["seconds"] for name, stage in stages["stages"].items()}
-    assert min(seconds.values()) > 0, "a stage that nothing entered"
-    assert "sps_steady" in err and f"run directory: runs/{run_dir.name}" in err
+    assert (stages["env_steps"], stages["iterations"]) == (1792 - 3 * 256, 4)  # rollouts
+    assert stages["sps_steady"] > 0
+    assert stages["stages"].keys() == STAGES and min(stages["stages"].values()) > 0
+    assert f"steps/s, runs/{run_dir.name}" in err
     assert [step for step, _ in scalars["charts/episodic_return"]] == list(range(200, 1792, 200))
     assert {value for _, value in scalars["charts/episodic_length"]} == {200}
     assert min(value for _, value in scalars["charts/episodic_return"]) < -100  # not normalized
@@ -491,19 +529,22 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
     assert rates == pytest.approx([3e-4 * (1 - i / 7) for i in range(7)])
     assert [step for step, _ in scalars["charts/eval_return"]] == [1024, 1792]
     assert {"charts/SPS", "charts/SPS_steady", "charts/warmup_seconds"} < scalars.keys()
-    for name in (*baseline.METRICS, "explained_variance"):
-        assert [step for step, _ in scalars[f"losses/{name}"]] == list(range(256, 1793, 256))
-        assert all(math.isfinite(value) for _, value in scalars[f"losses/{name}"])
+    for tag in (*LOSSES, "losses/explained_variance"):
+        assert [step for step, _ in scalars[tag]] == list(range(256, 1793, 256))
+        assert all(math.isfinite(value) for _, value in scalars[tag])
     assert len({value for _, value in scalars["losses/value_loss"]}) == 7
     if rows and not torch.cuda.is_available():  # a graph does not call `learn` again
-        epochs = torch.stack(rows).unflatten(0, (7, 2))  # (rollouts, epochs, minibatches, METRICS)
-        expected = epochs[:, -1, -1]  # the last minibatch's, but for clipfrac the mean of all
-        expected[:, -1] = epochs[..., -1].mean(dim=(1, 2))
-        for i, name in enumerate(baseline.METRICS):
-            values = [value for _, value in scalars[f"losses/{name}"]]
-            assert values == pytest.approx(expected[:, i].tolist(), rel=1e-5)
-    module = baseline if more is None else variant
-    assert module.load(run_dir / "checkpoint.pt")["global_step"] == 1792
+        for tag in LOSSES:
+            epochs = torch.stack([metrics[tag] for metrics in rows])
+            epochs = epochs.unflatten(0, (7, 2))  # (rollouts, epochs, minibatches)
+            expected = epochs[:, -1, -1]
+            if tag == "losses/clipfrac":
+                expected = epochs.mean(dim=(1, 2))
+            values = [value for _, value in scalars[tag]]
+            assert values == pytest.approx(expected.tolist(), rel=1e-5)
+    checkpoint = read_checkpoint(run_dir)
+    assert checkpoint["global_step"] == 1792
+    assert checkpoint["made_by"] == (BASELINE if more is None else VARIANT)
 
 
 def test_a_resumed_run_goes_on_from_what_was_saved(module, capsys, monkeypatch):
@@ -539,7 +580,7 @@ def test_a_resumed_run_goes_on_from_what_was_saved(module, capsys, monkeypatch):
     assert counts.ravel().tolist() == pytest.approx([129.0, 129.0])  # with each fresh episode's
     assert [step for step, _ in rates] == list(range(128, 641, 128))
     assert rates[3][1] == pytest.approx(3e-4 * (1 - 3 / 5))
-    with pytest.raises(SystemExit, match="nothing left to do, 640 steps are done"):
+    with pytest.raises(SystemExit, match="no iteration is left after 640 steps"):
         train(module, **flags, total_timesteps=700, resume=str(run_dir))
 
 
@@ -566,7 +607,7 @@ def test_what_is_not_finite_ends_the_run_and_keeps_the_checkpoint(module, fault,
 
 
 def test_losses_that_are_not_finite_end_the_run(module):
-    with pytest.raises(SystemExit, match=r"step 64: losses are not finite: \["):
+    with pytest.raises(SystemExit, match=r"step 64: losses/\w+ is not finite: "):
         train(module, learning_rate=1e11, total_timesteps=640, checkpoint_every=64)
     (run_dir,) = Path("runs").iterdir()
     assert not (run_dir / "checkpoint.pt").exists()
@@ -580,16 +621,17 @@ def test_losses_that_are_not_finite_end_the_run(module):
         ({"target_kl": -1.0}, "--target-kl: -1.0 is out of range"),
         ({"num_minibatches": 3}, "--num-minibatches: does not divide 64 steps"),
         ({"num_minibatches": 64}, "--num-minibatches: does not divide 64 steps"),
-        ({"total_timesteps": 63}, "--total-timesteps: less than one rollout of 64 steps"),
-        ({"env_id": "CartPole-v1"}, "--env-id: PPO needs flat observations and continuous"),
-        ({"env_id": "FrozenLake-v1"}, "--env-id: PPO needs flat observations and continuous"),
-        ({"cudagraphs": True, "cuda": False}, "--cudagraphs: contradicts --no-cuda"),
+        ({"total_timesteps": 63}, "--total-timesteps: no iteration is left after 0 steps"),
+        ({"env_id": "CartPole-v1"}, "--env-id: needs flat observations and flat continuous"),
+        ({"env_id": "FrozenLake-v1"}, "--env-id: needs flat observations and flat continuous"),
     ],
     ids=str,
 )
-def test_bad_input_is_one_line_before_any_work(flags, message):
+def test_bad_input_is_one_line_before_any_work(flags, message, monkeypatch):
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | flags).items()]
+    monkeypatch.setattr(sys, "argv", [VARIANT, *words])
     with pytest.raises(SystemExit) as end:
-        train(variant, **flags)
+        variant.main(variant.parse_args(variant.Args))
     assert end.value.code.startswith(message) and "\n" not in end.value.code
     assert not Path("runs").exists()
 

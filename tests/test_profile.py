@@ -2,23 +2,27 @@
 
 import json
 import random
-import runpy
 import subprocess
 import sys
 
+import cross_stack
 import pytest
 import torch
 import traces
 from conftest import ROOT
-from fake_runs import config, event, make_run, report, trace_events, write_trace
+from fake_runs import config, event, make_run, make_traced_run, report, trace_events, write_trace
 from torch.profiler import record_function
 from traces import CPU_LAYERS, FIELDS, reduce_trace
 
-profile = runpy.run_path(str(ROOT / "plots/profile.py"))  # imported it would be Python's own
+from leanrl.stopwatch import Stopwatch
 
 
 def note(stage, start, end):
-    return "user_annotation", traces.PREFIX + stage, start, end
+    return "user_annotation", traces.STAGE + stage, start, end
+
+
+def mark(number, start, end):
+    return "user_annotation", f"{traces.ITERATION}{number}", start, end
 
 
 def op(start, end, thread=1):
@@ -26,13 +30,14 @@ def op(start, end, thread=1):
 
 
 WINDOW = [
-    note("untracked", 0, 1000),
+    mark(1, 0, 1000),
     note("simulation", 100, 300),
     note("backpropagation", 400, 800),
 ]
 EVERYTHING = [
     *WINDOW,
-    ("gpu_user_annotation", traces.PREFIX + "backpropagation", 500, 990),
+    ("gpu_user_annotation", traces.STAGE + "backpropagation", 500, 990),
+    ("gpu_user_annotation", "ProfilerStep#1", 500, 990),
     ("user_annotation", "Optimizer.step#Adam.step", 600, 700),
     ("cpu_op", "aten::mm", 410, 500, 7),  # operator ids 7 and 8 collide with API ids
     ("cpu_op", "aten::empty", 420, 440, 8),
@@ -54,12 +59,12 @@ EVERYTHING = [
 ]
 
 
-def reduced(events, iterations=2, env_steps=4, untraced=1e-7):
+def reduced(events):
     made = [event(*e) for e in events]
     made.append({"ph": "M", "name": "process_name", "ts": 0.0, "pid": 1, "args": {"name": "x"}})
     made.append({"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 7, "pid": 0, "tid": 7, "ts": 0.5})
     random.Random(0).shuffle(made)  # a file has them in no order
-    return reduce_trace(made, iterations, env_steps, untraced)
+    return reduce_trace(made)
 
 
 def rounded(trace, stage):
@@ -96,8 +101,7 @@ def test_a_trace_of_everything():
     assert (simulation["python_s"], simulation["simulator_s"]) == (0, 200)
     assert (untracked["gpu_overlap_s"], untracked["gpu_s"]) == (20, 0)
     assert trace["gpu_busy"] == pytest.approx((140 + 10 + 20 + 20) / 1000)
-    assert trace["inflation"] == pytest.approx((1000 - 10) / 2 / 100)
-    assert trace["env_steps"] == 4
+    assert trace["seconds"] == pytest.approx((1000 - 10) / 1e9) and trace["iterations"] == 1
     assert set(trace["stages"]) == {"simulation", "backpropagation", "untracked"}
 
 
@@ -137,7 +141,8 @@ def test_random_operators_against_a_look_at_every_nanosecond():
                         covered |= set(range(*inner))
                     spans.append(inner)
                     events.append(op(*inner, thread=thread))
-    trace = reduced([note("untracked", 0, 20_000), *events])
+    trace = reduced([*(mark(i, 5_000 * i, 5_000 * (i + 1)) for i in range(4)), *events])
+    assert trace["iterations"] == 4
     replay = {at for at in range(20_000) if 2_000 <= at % 5_000 < 2_300}
     assert rounded(trace, "inference")["backend_s"] == len(covered - replay)
     assert rounded(trace, "replay")["backend_s"] == len(covered & replay)
@@ -213,9 +218,32 @@ def test_without_cuda_events_gpu_fields_are_null():
 
 def test_stages_that_rounding_lets_overlap_stay_apart():
     """The times of a long-running machine have more digits than a float."""
-    trace = reduced([note("untracked", 0, 1000), note("a", 0, 501), note("b", 500, 1000)])
+    trace = reduced([mark(1, 0, 1000), note("a", 0, 501), note("b", 500, 1000)])
     assert rounded(trace, "b")["python_s"] == pytest.approx(500, abs=1)
     assert rounded(trace, "a")["python_s"] == pytest.approx(500, abs=1)
+
+
+ITERATION = [note("simulation", 0, 300), note("logging", 500, 900)]
+
+
+def test_an_iteration_that_the_end_of_the_run_cuts_off_does_not_count():
+    whole = [mark(1, 0, 1000), *ITERATION, op(310, 320)]
+    second = [mark(2, 1010, 2000), note("simulation", 1100, 1200), op(1300, 1400)]
+    for cut in (second, second[:1]):  # interrupted, and ended by itself
+        trace = reduced([*whole, *cut])
+        assert trace["iterations"] == 1 and trace["seconds"] == pytest.approx(1e-6)
+        assert rounded(trace, "untracked")["backend_calls"] == 1
+    trace = reduced([*whole, *second, note("logging", 1500, 1600)])
+    assert trace["iterations"] == 2 and trace["seconds"] == pytest.approx(1.99e-6)
+    assert rounded(trace, "untracked")["python_s"] == 1000 - 700 - 10 + 990 - 200 - 100
+    with pytest.raises(ValueError, match="ended before one iteration of its trace did"):
+        reduced(second[:1])
+
+
+def test_without_marks_every_stage_counts_and_nothing_else():
+    trace = reduced([*ITERATION, op(310, 320), op(510, 520)])
+    assert set(trace["stages"]) == {"simulation", "logging"}
+    assert trace["iterations"] == 1 and trace["seconds"] == pytest.approx(0.7e-6)
 
 
 def test_a_file_that_is_no_trace(tmp_path):
@@ -236,29 +264,29 @@ def test_a_file_that_is_no_trace(tmp_path):
 
 
 def traced_loop(path, work, iterations):
-    """The reduced trace of `work`, which opens stages, run under the profiler."""
-    with torch.profiler.profile() as profiler:
-        work()
-        with record_function("stopwatch:untracked"):
-            for _ in range(iterations):
-                work()
-    profiler.export_chrome_trace(str(path))
-    return reduce_trace(traces.read_events(path), iterations, 2 * iterations, 1e-3)
+    """The reduced trace of `work`, which opens stages, run under the stopwatch."""
+    watch = Stopwatch(torch.device("cpu"), "trace", 1, trace_after=2, trace_iterations=iterations)
+    for i in range(iterations + 10):
+        work(watch.stage)
+        watch.tick(2 * (i + 1))
+    report = watch.report(path / "stages.json")
+    return traces.read_trace(path, report)
 
 
-def cpu_work():
+def cpu_work(stage):
     weights = torch.tensor([[0.5]], requires_grad=True)
-    with record_function("stopwatch:simulation"):
+    with stage("simulation"):
         sum(range(2000))
-    with record_function("stopwatch:inference"), torch.no_grad():
+    with stage("inference"), torch.no_grad():
         weights @ weights
-    with record_function("stopwatch:backpropagation"):
+    with stage("backpropagation"):
         (weights @ weights).sum().backward()
 
 
 def test_a_real_trace_of_a_small_loop(tmp_path, capsys):
-    trace = traced_loop(tmp_path / "trace.json.gz", cpu_work, 5)
+    trace = traced_loop(tmp_path, cpu_work, 5)
     stages = trace["stages"]
+    assert trace["iterations"] == 5 and trace["env_steps"] == 10
     assert trace["inflation"] > 0 and trace["gpu_busy"] is None
     assert stages["inference"]["backend_calls"] == 5
     assert stages["backpropagation"]["backend_calls"] > 10
@@ -267,12 +295,32 @@ def test_a_real_trace_of_a_small_loop(tmp_path, capsys):
     assert stages["simulation"]["simulator_s"] > 0 and stages["simulation"]["python_s"] == 0
     assert stages["backpropagation"]["kernels"] is stages["backpropagation"]["gpu_s"] is None
     parts = [stage[part] or 0 for stage in stages.values() for part in CPU_LAYERS]
-    assert sum(parts) == pytest.approx(trace["inflation"] * 1e-3 * 5)
+    assert sum(parts) == pytest.approx(trace["seconds"])
     json.dumps(trace, allow_nan=False)
+    capsys.readouterr()
     status, said, _ = read_out(capsys, tmp_path / "trace.json.gz", "--steps", "5")  # a file alone
     table = cells(said)
     assert status == 0 and table["inference"][-1] == "1" and "steps/s" not in said
     assert float(table["total"][-1]) == sum(s["backend_calls"] for s in stages.values()) / 5
+
+
+@pytest.mark.parametrize("iterations", [2, 3, 4, 5, 7])
+def test_a_run_that_ends_before_its_trace_does(tmp_path, capsys, iterations):
+    """After 1 iteration of warm-up, 2 of the window and 1 for the profiler come 5 to trace."""
+    watch = Stopwatch(torch.device("cpu"), "trace", 1, trace_after=2, trace_iterations=5)
+    for i in range(iterations):
+        cpu_work(watch.stage)
+        watch.tick(i + 1)
+    report = watch.report(tmp_path / "stages.json")
+    capsys.readouterr()
+    status, said, error = read_out(capsys, tmp_path)
+    if iterations == 2:
+        assert status == 0 and "until the trace is complete" in said
+    elif iterations < 5:
+        assert status == 1 and said == "" and error.count("\n") == 1 and "trace" in error
+    else:
+        assert status == 0 and "operators" in said
+        assert traces.read_trace(tmp_path, report)["iterations"] == iterations - 4
 
 
 @pytest.mark.gpu
@@ -284,13 +332,13 @@ def test_a_traced_cuda_graph(tmp_path):
     with torch.cuda.graph(graph):
         result = (weights @ weights).relu()
 
-    def work():
-        with record_function("stopwatch:backpropagation"):
+    def work(stage):
+        with stage("backpropagation"):
             graph.replay()
-        with record_function("stopwatch:logging"):
+        with stage("logging"):
             result[0, 0].item()
 
-    trace = traced_loop(tmp_path / "trace.json.gz", work, 10)
+    trace = traced_loop(tmp_path, work, 10)
     update = trace["stages"]["backpropagation"]
     assert update["graph_replays"] == 10
     assert update["kernels"] >= update["graph_replays"] and update["gpu_s"] > 0
@@ -302,8 +350,8 @@ def test_a_traced_cuda_graph(tmp_path):
 
 
 def read_out(capsys, path, *flags):
-    """What plots/profile.py says of a path: exit status, output, errors."""
-    status = profile["main"]([str(path), *flags])
+    """What plots/cross_stack.py says of a path: exit status, output, errors."""
+    status = cross_stack.main([str(path), *flags])
     said = capsys.readouterr()
     return status, said.out if flags else " ".join(said.out.split()), said.err
 
@@ -312,10 +360,10 @@ def cells(said):
     return {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.strip()}
 
 
-def test_profile_reads_a_run_out(tmp_path):
+def test_a_run_is_read_out(tmp_path):
     """As a process of its own."""
-    path = make_run(tmp_path, 1, config(), report())
-    command = [sys.executable, "plots/profile.py", path]
+    path = make_traced_run(tmp_path, 1, config())
+    command = [sys.executable, "plots/cross_stack.py", path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     said = done.stdout
     assert max(map(len, said.splitlines()[1:])) <= 100
@@ -330,14 +378,14 @@ def test_profile_reads_a_run_out(tmp_path):
 
 
 def test_short_operators_are_called_overhead(tmp_path, capsys):
-    path = make_run(tmp_path, 1, config(), report(), trace_events(operators=40_000))
+    path = make_traced_run(tmp_path, 1, config(), operators=40_000)
     _, said, _ = read_out(capsys, path)
     assert "4,000 operators per step of 10 us and Python between them: 60% of the time" in said
     assert "torch.compile" in said
 
 
-def test_profile_on_a_gpu_names_synchronizations_and_what_the_gpu_waits_for(tmp_path, capsys):
-    path = make_run(tmp_path, 1, config(gpu="H"), report(gpu=True))
+def test_synchronizations_and_what_the_gpu_waits_for_are_named(tmp_path, capsys):
+    path = make_traced_run(tmp_path, 1, config(gpu="H"))
     status, said, _ = read_out(capsys, path)
     waits = "backpropagation: waiting for the GPU, 30,000 us per step: 30% of the time"
     assert status == 0 and waits in said and ".item()" in said
@@ -346,32 +394,42 @@ def test_profile_on_a_gpu_names_synchronizations_and_what_the_gpu_waits_for(tmp_
     assert "the GPU idles, mostly in backpropagation and inference: 67% of the time" in said
 
 
-def test_profile_of_a_script_of_your_own(tmp_path, capsys):
-    """No config.json, no TensorBoard: stages.json and the trace that it names are enough."""
+def test_a_script_of_your_own(tmp_path, capsys):
+    """No config.json, no TensorBoard: stages.json and the trace beside it are enough."""
     weight = torch.zeros(8, 8, requires_grad=True)
 
-    def work():
-        with record_function("stopwatch:simulation"):
+    def work(stage):
+        with stage("simulation"):
             sum(range(20_000))
-        with record_function("stopwatch:backpropagation"):
+        with stage("backpropagation"):
             for _ in range(20):
                 (weight @ weight).sum().backward()
 
-    traced_loop(tmp_path / "mine.json.gz", work, 5)
-    made = report()
-    made["stages"] = {name: made["stages"][name] for name in ("simulation", "backpropagation")}
-    made["trace"] = {"file": "mine.json.gz", "iterations": 5, "env_steps": 5}
-    (tmp_path / "stages.json").write_text(json.dumps(made))
-    status, said, _ = read_out(capsys, tmp_path / "stages.json")
-    assert status == 0 and "simulation, " in said and "operators" in said
-    assert "backpropagation: " in said
+    traced_loop(tmp_path, work, 5)
+    capsys.readouterr()
+    for place in (tmp_path / "stages.json", tmp_path):
+        status, said, _ = read_out(capsys, place)
+        assert status == 0 and "simulation" in said and "operators" in said
+        assert "backpropagation: " in said
+
+
+def test_a_program_that_marks_its_stages_itself(tmp_path, capsys):
+    with torch.profiler.profile() as profiler:
+        for _ in range(5):
+            with record_function("stopwatch:simulation"):
+                sum(range(20_000))
+            torch.zeros(3)
+    profiler.export_chrome_trace(str(tmp_path / "mine.json.gz"))
+    status, said, _ = read_out(capsys, tmp_path / "mine.json.gz", "--steps", "5")
+    assert status == 0 and set(cells(said)) >= {"simulation", "total"}
+    assert "operators" not in said.splitlines()[2]  # those between the stages are not theirs
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "{}", '{"sps_steady": 1, "stages": 3, "window": {}, "gpu": {}}', None],
+    ["", "{", "[]", "{}", '{"sps_steady": 1, "stages": 3, "env_steps": 1, "seconds": 1}', None],
 )
-def test_profile_of_something_else_is_one_line(tmp_path, capsys, content):
+def test_something_else_is_one_line(tmp_path, capsys, content):
     path = tmp_path / "stages.json"
     if content is not None:
         path.write_text(content)
@@ -380,19 +438,22 @@ def test_profile_of_something_else_is_one_line(tmp_path, capsys, content):
         assert status == 1 and said == "" and len(error.splitlines()) == 1
 
 
-def test_profile_of_a_report_that_lacks_something(tmp_path, capsys):
+def test_a_report_that_lacks_something(tmp_path, capsys):
     path = tmp_path / "stages.json"
-    path.write_text(json.dumps(report()))
-    assert read_out(capsys, path) == (1, "", f"{path} has no trace.json.gz\n")
-    path.write_text(json.dumps(report() | {"window": {"iterations": 5}}))
+    write_trace(tmp_path / "trace.json.gz", trace_events())
+    path.write_text(json.dumps(report() | {"iterations": None}))
     assert read_out(capsys, path) == (1, "", f"{path} is no report of the stopwatch\n")
     path.write_text(json.dumps(report() | {"wall_seconds": float("nan")}))
     assert "wall_seconds nan, which is no finite number" in read_out(capsys, path)[2]
-    cut = report() | {"trace": None}  # traced, but not for long enough
-    _, said, _ = read_out(capsys, make_run(tmp_path, 1, config(), cut))
-    assert "before its trace was complete" in said and "--stopwatch trace" not in said
-    _, said, _ = read_out(capsys, make_run(tmp_path, 3, config(), cut | {"mode": "time"}))
-    assert "--stopwatch trace" in said and "backpropagation, 60,000 us per step: 60%" in said
-    off = report() | {"trace": None, "stages": {}}
+    path.write_text(json.dumps(report()))
+    (tmp_path / "trace.json.gz").write_bytes(b"no gzip")
+    assert read_out(capsys, path) == (1, "", f"{path} trace.json.gz is damaged\n")
+    _, said, _ = read_out(capsys, make_run(tmp_path, 1, config(), report()))
+    assert "--stopwatch trace" in said and "until the trace is complete" in said
+    assert "backpropagation, 60,000 us per step: 60%" in said
+    early = report() | {"sps_steady": None, "warmup_seconds": None}
+    _, said, _ = read_out(capsys, make_run(tmp_path, 3, config(), early))
+    assert "note: the warm-up did not end" in said
+    off = report() | {"stages": {"evaluation": 3.0}}
     status, _, error = read_out(capsys, make_run(tmp_path, 2, config(), off))
     assert status == 1 and "the stopwatch was off" in error

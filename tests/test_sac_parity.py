@@ -114,10 +114,10 @@ def run_updates(reference, agent, count, tolerance, device=CPU):
         noise1, noise2 = (torch.randn(B, A, generator=generator).to(device) for _ in range(2))
         metrics = []
         for each in (reference, agent):
-            critic_metrics = each.update_critic(batch, noise1).clone()
-            actor_metrics = each.update_actor(batch.obs, noise2).clone()
+            found = each.update_critic(batch, noise1) | each.update_actor(batch.obs, noise2)
             each.update_target()
-            metrics.append(torch.cat([critic_metrics, actor_metrics]))
+            metrics.append({tag: value.clone() for tag, value in found.items()})
+        assert len(metrics[0]) == 9
         torch.testing.assert_close(metrics[0], metrics[1], atol=tolerance, rtol=tolerance)
     assert_same_state(reference, agent, tolerance)
 
@@ -129,10 +129,7 @@ def test_one_update_agrees():
 
 
 def test_compiled_agents_agree():
-    """One graph per method, nothing compiles again, and each agent has code of its own.
-
-    That code asks nothing when it is called, so it must be that of one agent alone.
-    """
+    """One graph per method, nothing compiles again, and one agent's updates are not another's."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -145,7 +142,7 @@ def test_compiled_agents_agree():
     assert counters["stats"]["unique_graphs"] == 3
     rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, CPU)
     for step in transitions(60, 1):
-        rb.add(*step)
+        rb.add(step)
         batch = rb.sample()
         first.update_critic(batch, torch.randn_like(batch.actions))
         first.update_actor(batch.obs, torch.randn_like(batch.actions))
@@ -158,6 +155,18 @@ def test_compiled_agents_agree():
     variant.compile_agent(second)
     run_updates(reference, second, 1, 1e-5)
     assert all(map(torch.equal, before, first.parameters()))
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_number_that_a_copy_anneals_counts_in_compiled_code():
+    """Each update has another discount: it compiles once more, then the number is an input."""
+    reference, agent = make_pair()
+    variant.compile_agent(agent)
+    for count, gamma in enumerate((0.99, 0.9, 0.8, 0.5), start=1):
+        reference.args.gamma = agent.args.gamma = gamma
+        run_updates(reference, agent, 1, 1e-5)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs == min(count + 1, 3), "the critic's update, twice, and the actor's"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +219,7 @@ def draw_alike(monkeypatch, baseline, variant):
 
     def sample(self) -> baseline.Batch:
         index = draw(self)
-        return baseline.Batch(*(stored[index] for stored in self.data))
+        return baseline.Batch._make(stored[index] for stored in self.data)
 
     def refill(self) -> None:
         torch.index_select(self.data, 0, draw(self), out=self.rows)
@@ -233,7 +242,7 @@ def test_whole_iterations_agree(smooth, backend, monkeypatch):
     found = []
     for module, more in (baseline, {}), (variant, {}), (variant, {"compile": True}):
         run_dir = module.main(module.Args(**flags, **more, exp_name=str(len(found))))
-        found.append((module.load(run_dir / "checkpoint.pt"), read_scalars(run_dir)))
+        found.append((torch.load(run_dir / "checkpoint.pt"), read_scalars(run_dir)))
     (expected, rows), *others = found
     assert len(rows["losses/qf_loss"]) == 8 and len(rows["charts/episodic_return"]) == 20
     for checkpoint, its_rows in others:
@@ -249,7 +258,8 @@ def test_whole_iterations_agree(smooth, backend, monkeypatch):
             for x, y in zip(theirs, mine, strict=True):
                 error = (x - y).abs().mean().item()  # Adam makes much of the last bit of a tiny
                 assert error < 1e-5, f"{part} differs by {error:.1e}"  # gradient, here and there
-        columns = torch.cat([x.reshape(130, -1) for x in expected["replay"]["data"]], dim=1)
+        fields = expected["replay"]["data"].values()
+        columns = torch.cat([x.reshape(130, -1) for x in fields], dim=1)
         torch.testing.assert_close(columns, checkpoint["replay"]["data"], rtol=0, atol=5e-3)
         assert checkpoint["replay"]["position"] == expected["replay"]["position"] == 10
 
@@ -296,12 +306,12 @@ def test_adam_matches_torch():
 def transitions(count, num_envs, seed=0):
     rng = np.random.default_rng(seed)
     for _ in range(count):
-        yield (
-            rng.normal(size=(num_envs, OBS)),
-            rng.uniform(-1, 1, size=(num_envs, A)).astype(np.float32),
-            rng.normal(size=(num_envs, OBS)),
-            rng.normal(size=num_envs),
-            rng.random(num_envs) < 0.2,
+        yield baseline.Batch(
+            obs=rng.normal(size=(num_envs, OBS)),
+            actions=rng.uniform(-1, 1, size=(num_envs, A)).astype(np.float32),
+            next_obs=rng.normal(size=(num_envs, OBS)),
+            rewards=rng.normal(size=num_envs),
+            terminated=rng.random(num_envs) < 0.2,
         )
 
 
@@ -311,7 +321,7 @@ def test_replay_returns_what_was_stored(script):
     rb = script.ReplayBuffer(args, OBS, A, CPU)
     stored = {}
     for i, step in enumerate(transitions(15, 4)):
-        rb.add(*step)
+        rb.add(step)
         for n in range(4):
             stored[(i * 4 + n) % 48] = [np.float32(part[n]) for part in step]
     rewards = {float(parts[3]): parts for parts in stored.values()}
@@ -327,8 +337,8 @@ def test_replay_returns_what_was_stored(script):
     other = script.ReplayBuffer(args, OBS, A, CPU)
     other.load_state_dict(rb.state_dict())
     for step in transitions(3, 4, seed=1):
-        rb.add(*step)
-        other.add(*step)
+        rb.add(step)
+        other.add(step)
     torch.manual_seed(0)
     expected = rb.sample().obs.clone()
     torch.manual_seed(0)
@@ -342,7 +352,8 @@ def test_replay_samples_uniformly_while_it_grows(script):
     steps = list(transitions(40, 1))
     for size in (10, 40):  # the size must not freeze at the first draw
         for i, step in enumerate(steps[size - 30 if size == 40 else 0 : size]):
-            rb.add(*step[:3], np.array([i + (10 if size == 40 else 0)]), step[4])
+            number = i + (10 if size == 40 else 0)
+            rb.add(step._replace(rewards=np.array([number])))
         counts = torch.zeros(size)
         for _ in range(100):
             counts += torch.bincount(rb.sample().rewards.long(), minlength=size)
@@ -409,7 +420,7 @@ def test_graphed_draws_differ_and_cover_a_growing_buffer():
     rb.draw = CudaGraphModule(rb.draw, warmup=3)
     batches = []
     for i, step in enumerate(transitions(500, 1)):
-        rb.add(*step[:3], np.array([float(i)]), step[4])
+        rb.add(step._replace(rewards=np.array([float(i)])))
         batches.append(rb.sample().rewards.clone())
     drawn = torch.stack(batches[100:])
     assert not torch.equal(drawn[-1], drawn[-2])

@@ -1,4 +1,4 @@
-"""What scripts share is the same to the letter, so that a repair in one reaches all the others.
+"""The anatomy of a script, and that what scripts share is the same to the letter.
 
 A script joins by itself: by its name, and by having a function or class of a shared name. Baselines
 are compared with baselines and variants with variants; what a pair has in common is the business of
@@ -6,21 +6,20 @@ assert_hunks_are_marked. It is also why the tests of one script need no repetiti
 """
 
 import ast
+import dataclasses
 import difflib
 import importlib
 import re
 from functools import cache
 
 import pytest
-import torch
 from conftest import ROOT
 
-ONE_PROCESS = r"(?!.*_(async|multigpu))"  # the others start theirs and share their devices
 FUNCTIONS = [  # the beginning of a script's name, and what all of them share that have it
-    (r"", "save load gradient_step Adam"),
+    (r"", "gradient_step Adam"),
     (r"(sac|td3)_", "mlp TwinQ Batch"),
     (r"((sac|td3)_continuous|sac_mujoco_gpu$)", "ReplayBuffer"),  # a variant's is for one device
-    (r"sac_", "Actor critic_loss actor_loss alpha_loss SAC compile_agent"),
+    (r"sac_", "Actor critic_loss actor_loss alpha_loss"),
     (r"(sac|td3)_continuous", "make_envs"),
     (r"ppo_", "mlp compute_gae policy_loss value_loss"),
     (r"ppo_(atari|cartpole)", "ppo_loss"),  # of a categorical policy
@@ -31,36 +30,14 @@ FUNCTIONS = [  # the beginning of a script's name, and what all of them share th
     (r"(ppo|sac)_mujoco", "humanoid inverted_pendulum double_pendulum"),
     (r"ppo_atari", "layer_init AtariEnvs ActorCritic Batch Rollout evaluate"),
 ]
-BLOCKS = [  # of SAC's text: the scripts that have it, its first words, what follows it
-    (r"", "    exp_name: str", "\n    env_id: str"),
-    (r"", "    for name, x in asdict(", "\n\ndef make_envs"),
-    (r"", 'if __name__ == "__main__":', None),
-    (ONE_PROCESS, "    for number in (signal.SIGTERM", "    if start_step >="),
-    (ONE_PROCESS, '    device = torch.device("cuda"', "    warmup_steps ="),
-    (ONE_PROCESS, "    torch.manual_seed(", "\n    envs = "),
-    (ONE_PROCESS, "        agent.load_state_dict(", "        rb.load_state_dict"),
-    (ONE_PROCESS, "        torch.set_rng_state(", "    del checkpoint"),
-    (ONE_PROCESS, "    run_dir = Path(", "    config["),  # not what versions it names
-    (ONE_PROCESS, '    config["cpu"]', "    bar = "),
-    (ONE_PROCESS, "    def due(", "        last ="),
-    (ONE_PROCESS, "            if due(args.checkpoint_every)", "                    save("),
-    (ONE_PROCESS, "            if due(args.eval_every)", "                    eval_return = "),
-    (ONE_PROCESS, '                    writer.add_scalar("charts/eval_return"', "\n\nif __name__"),
-    (r"(sac|td3)_continuous", "    if checkpoint:\n", "                    actor_due"),
-    (r"(sac|td3)_continuous", "            # 3. Step the environments.", "\n\nif __name__"),
-]
-
-
-def sources() -> dict[str, str]:
-    """{stem: text} of all scripts."""
-    return {path.stem: path.read_text() for path in sorted((ROOT / "leanrl").glob("*_*.py"))}
+SCRIPTS = {path.stem: path.read_text() for path in sorted((ROOT / "leanrl").glob("*_*.py"))}
 
 
 @cache
 def definitions() -> dict[str, dict[str, str]]:
     """{name: {stem: source}} of the functions and classes at top level."""
     found = {}
-    for stem, text in sources().items():
+    for stem, text in SCRIPTS.items():
         for node in ast.parse(text).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.setdefault(node.name, {})[stem] = ast.get_source_segment(text, node)
@@ -85,33 +62,79 @@ def test_functions_and_classes(pattern, name):
     assert not differences, "\n".join(differences)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "begin", "end"), BLOCKS, ids=[begin.strip() for _, begin, _ in BLOCKS]
-)
-def test_blocks(pattern, begin, end):
-    text = sources()["sac_continuous_action"]
-    block = text[text.index(begin) :]
-    block = block[: block.index(end)] if end else block
-    having = {stem: text for stem, text in sources().items() if re.match(pattern, stem)}
-    missing = [stem for stem, text in having.items() if block not in text]
-    assert not missing, f"{missing} lack\n{block}"
+# Anatomy
+
+HEADINGS = ["Environment", "Networks", "Storage", "Losses", "Agent", "Training"]
+HEADINGS += ["What a reader may"]
 
 
-@pytest.mark.parametrize("stem", [stem for stem in sources() if stem.endswith("_torchcompile")])
-def test_no_compiled_method_has_guards(stem, monkeypatch):
-    """torch.compile takes the filter out of the options it is given: each call needs its own."""
+@pytest.mark.parametrize("stem", SCRIPTS)
+def test_the_algorithm_comes_first_and_the_house_last(stem):
+    text = SCRIPTS[stem]
+    marks = ["class Args:", *(f"\n# {heading}" for heading in HEADINGS), "\n# >>> run: "]
+    marks += ["\n# <<< run <<<", '\n\nif __name__ == "__main__":\n    main(parse_args(Args))\n']
+    places = [text.find(mark) for mark in marks]
+    assert min(places) > 0 and places == sorted(places), dict(zip(marks, places, strict=True))
+    assert text.endswith(marks[-1])
+    within = {"main": "Training", "evaluate": "What a reader may"}
+    for name, heading in within.items():
+        assert text.index(f"\ndef {name}(") > text.index(f"\n# {heading}")
+    main = text[text.index("\ndef main(") + 1 : text.index("\n# What a reader may")]
+    assert main.rstrip().count("\n") < (160 if "multigpu" in stem else 135)
 
-    def compile(method, fullgraph, options):
-        filters.append(options.pop("guard_filter_fn"))
 
-    filters = []
-    monkeypatch.setattr(torch, "compile", compile)
+@pytest.mark.parametrize("stem", SCRIPTS)
+def test_what_the_region_needs_is_imported_at_the_top_and_nothing_twice(stem):
+    """`import wandb` alone stands where it is used, because it is optional."""
+    imported, late, region = [], [], SCRIPTS[stem].index("\n# >>> run: ")
+    for node in ast.walk(ast.parse(SCRIPTS[stem])):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported += [(alias.asname or alias.name) for alias in node.names]
+            if node.lineno > SCRIPTS[stem][:region].count("\n"):
+                late += [alias.name for alias in node.names]
+    assert len(imported) == len(set(imported)) and late == ["wandb"]
+
+
+# What is not CleanRL's
+
+ON_POLICY = {"anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True}
+ON_POLICY |= {"clip_vloss": True, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None}
+GAMES = {"learning_rate": 2.5e-4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+GAMES |= ON_POLICY | {"ent_coef": 0.01}
+ATARI = GAMES | {"total_timesteps": 10_000_000, "num_envs": 8, "clip_coef": 0.1}
+PPO = {"total_timesteps": 1_000_000, "learning_rate": 3e-4, "num_envs": 1, "num_steps": 2048}
+PPO |= ON_POLICY | {"num_minibatches": 32, "update_epochs": 10, "clip_coef": 0.2, "ent_coef": 0.0}
+OFF_POLICY = {"total_timesteps": 1_000_000, "num_envs": 1, "buffer_size": 1_000_000, "gamma": 0.99}
+OFF_POLICY |= {"tau": 0.005, "batch_size": 256, "policy_frequency": 2}
+SAC = OFF_POLICY | {"learning_starts": 5_000, "policy_lr": 3e-4, "q_lr": 1e-3, "alpha": 0.2}
+SAC |= {"target_network_frequency": 1, "autotune": True}
+TD3 = OFF_POLICY | {"learning_starts": 25_000, "learning_rate": 3e-4, "policy_noise": 0.2}
+TD3 |= {"exploration_noise": 0.1, "noise_clip": 0.5}
+COMMON = {"seed": 1, "torch_deterministic": True, "cuda": True, "track": False}
+COMMON |= {"capture_video": False, "save_model": False}
+CLEANRL = {  # the defaults of its script of the same name or, for worlds and CartPole, task
+    "sac_": SAC,
+    "td3_": TD3,
+    "ppo_continuous": PPO,
+    "ppo_mujoco": PPO,
+    "ppo_atari": ATARI,
+    "ppo_cartpole": GAMES | {"total_timesteps": 500_000, "num_envs": 4, "clip_coef": 0.2},
+}
+
+
+@pytest.mark.parametrize("stem", SCRIPTS)
+def test_a_default_that_is_not_cleanrls_stands_in_the_docstring(stem):
+    """As `name value`; nothing else is said to be a default. A variant's are its baseline's."""
     if "atari" in stem:
         pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
     module = importlib.import_module(f"leanrl.{stem}")
-    kind = next(getattr(module, name) for name in ("PPO", "SAC", "TD3") if hasattr(module, name))
-    agent = kind.__new__(kind)
-    torch.nn.Module.__init__(agent)
-    agent.weight = torch.nn.Parameter(torch.zeros(1))  # which tells the device
-    module.compile_agent(agent)
-    assert filters and all(not any(keep([object()] * 3)) for keep in filters)
+    defaults = {field.name: field.default for field in dataclasses.fields(module.Args)}
+    (theirs,) = (table for start, table in CLEANRL.items() if stem.startswith(start))
+    theirs = theirs | COMMON
+    missing = theirs.keys() - defaults.keys()
+    assert missing == ({"norm_adv", "clip_vloss", "target_kl"} if "ppo_mujoco" in stem else set())
+    theirs = {name: value for name, value in theirs.items() if name in defaults}
+    changed = {name: defaults[name] for name, value in theirs.items() if defaults[name] != value}
+    doc = importlib.import_module(f"leanrl.{stem.removesuffix('_torchcompile')}").__doc__
+    said = dict(re.findall(rf"\b({'|'.join(theirs)}) (True|False|None|[\d.,e-]*\d)", doc))
+    assert {name: ast.literal_eval(x.replace(",", "")) for name, x in said.items()} == changed

@@ -15,7 +15,7 @@ import pytest
 import run_dirs
 import speedup
 from conftest import ROOT
-from fake_runs import SCRIPT, config, machine, make_run, report, stages
+from fake_runs import SCRIPT, config, machine, make_run, report, stages, write_events
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_table_has_means_ranges_and_speedups(runs, tmp_path, capsys):
     assert rows["compile"]["sps_steady"] == steady and rows["compile"]["seeds"] == [1, 2]
     assert [rows[row]["speedup"] for row in ("baseline", "eager", "compile")] == [1, 1.25, 2.5]
     assert rows["compile"]["warmup_seconds"] == {"first": 30.0, "best": 10.0}
-    assert rows["compile"]["sps_inclusive"]["mean"] == 50
+    assert rows["compile"]["sps"]["mean"] == 50
     assert len(rows["compile"]["runs"]) == 2
     assert record["machine"]["load_average_1min"] == {"min": 0.5, "max": 1.0}
     printed = capsys.readouterr().out
@@ -138,7 +138,8 @@ def test_no_runs_at_all_is_one_line(tmp_path, capsys):
 
 def test_speed_comes_from_runs_that_were_not_traced(runs, tmp_path):
     """A row's traced runs, which are shorter, count only where it has no others."""
-    make_run(runs, 500, config("eager", 1, stopwatch="trace", total_timesteps=10), stages(1))
+    traced = config("eager", 1, stopwatch="trace", total_timesteps=10)
+    write_events(make_run(runs, 500, traced, stages(1)), [("charts/SPS", 10, 0.1, 1.0)])
     make_run(runs, 501, config("cudagraphs", 1, gpu=None), stages(7))  # eager, in fact
     status, record = tabulate(tmp_path, runs)
     rows = {row["row"]: row for row in record["rows"]}
@@ -157,7 +158,7 @@ def test_flags_and_threads_of_the_variant_alone_do_not_matter(tmp_path):
     runs = tmp_path / "runs"
     make_run(runs, 1, config("baseline"), stages(100))
     one = config("compile", env_backend="kernel")
-    one["cpu"]["threads"] = 1
+    one["threads"] = 1
     make_run(runs, 2, one, stages(300))
     status, record = tabulate(tmp_path, runs)
     assert status == 0 and {row.get("speedup") for row in record["rows"]} >= {1, 3}
@@ -166,7 +167,7 @@ def test_flags_and_threads_of_the_variant_alone_do_not_matter(tmp_path):
 # Making the runs, with stand-ins for the scripts
 
 STAND_IN = """
-import json, sys, time
+import json, shutil, sys, time
 from pathlib import Path
 import tqdm
 row, seed = "compile" if "--compile" in sys.argv else ROW, sys.argv[2]
@@ -179,10 +180,12 @@ path = Path("runs", f"{row}-{seed}__{time.time_ns()}")
 path.mkdir(parents=True)
 config = CONFIGS[row] | {"command": " ".join(sys.argv)}
 if "trace" in sys.argv:
-    config["args"] |= {"stopwatch": "trace", "total_timesteps": 500}
+    config["args"] |= {"total_timesteps": 500}
+    config["args"]["stopwatch"] = "trace"
+    shutil.copytree(EVENTS, path, dirs_exist_ok=True)
 (path / "config.json").write_text(json.dumps(config))
 (path / "stages.json").write_text(json.dumps(STAGES))
-print(f"run directory: {path}")
+print(f"80.0 steps/s, {path}")
 """
 
 
@@ -192,15 +195,16 @@ def stand_ins(tmp_path, monkeypatch):
     root = tmp_path / "a place with spaces"
     rows = ("baseline", "eager", "compile")
     configs = {row: config(row) for row in rows}
+    write_events(tmp_path / "events", [("charts/SPS", 500, 5, 1.0)])
     for row, suffix in (("baseline", ""), ("eager", run_dirs.VARIANT)):
         file = root / "leanrl" / f"{SCRIPT}{suffix}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
-        constants = f"ROW, CONFIGS, STAGES = {row!r}, {configs!r}, {stages(80.0)!r}"
+        constants = f"ROW, CONFIGS, STAGES = {row!r}, {configs!r}, {stages(80.0)!r}\n"
+        constants += f"EVENTS = {str(tmp_path / 'events')!r}"
         file.write_text(f"{constants}\ntotal_timesteps: int = 1_000\n{STAND_IN}")
     for module in (speedup, processes):
         monkeypatch.setattr(module, "ROOT", root)
         monkeypatch.setattr(module, "this_machine", machine)
-    monkeypatch.setattr(run_dirs, "versions", lambda packages: {"torch": "2.13.0"})
     monkeypatch.setattr(speedup, "draw_figures", lambda runs, rows, out: None)
     return root
 
@@ -242,15 +246,14 @@ def test_the_full_protocol_goes_on_where_it_stopped(stand_ins, tmp_path, capsys)
     assert speedup.main(call) == 0 and counts()[1] == 3  # still older than the script's new date
 
 
-def test_runs_of_other_machines_and_versions_are_not_kept(stand_ins, tmp_path, monkeypatch):
+def test_runs_of_other_machines_and_versions_are_not_kept(stand_ins, tmp_path):
     call = ["--full", "--seeds", "1", "--only", "*baseline", "--out", str(tmp_path / "out")]
     assert speedup.main(call) == 0
     jobs = speedup.make_jobs([SCRIPT], ["baseline"], 1, "full")
     assert list(speedup.finished(jobs, machine())) == [jobs[0].name]
     for other in ({"gpu": "H"}, {"cpu": {"model": "X"}}):
         assert not speedup.finished(jobs, machine() | other)
-    monkeypatch.setattr(run_dirs, "versions", lambda packages: {"torch": "2.14"})
-    assert not speedup.finished(jobs, machine())
+    assert not speedup.finished(jobs, machine() | {"versions": {"torch": "2.14"}})
 
 
 def test_only_narrows_and_refuses_what_matches_nothing(stand_ins, tmp_path, capsys):
@@ -391,7 +394,7 @@ def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
     folder = tmp_path / "runs"
     off = make_run(folder, 1, config(stopwatch="off"), stages(100.0))
     on = make_run(folder, 2, config(), report(100 / 1.04))
-    code = "print('run directory: {}')"
+    code = "print('1,234.5 steps/s, {}')"
     words = {path: [sys.executable, "-c", code.format(path)] for path in (off, on)}
     pair = {"off": words[off], "on": words[on]}
     monkeypatch.setattr(overhead, "commands", lambda job: dict(pair))
@@ -432,7 +435,7 @@ def test_the_gpus_records_need_a_gpu(tmp_path, build):
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     if build == "GPU":
         steps = ["-m pytest -q tests -m gpu", "plots/measure/speedup.py --quick"]
-        steps += [f"plots/profile.py runs/{run}" for run in ("one", "two")]
+        steps += [f"plots/cross_stack.py runs/{run}" for run in ("one", "two")]
         steps.append("plots/measure/env_scaling.py --quick")
         assert done.returncode == 0 and done.stdout.splitlines() == steps
         assert (root / "plots/out/profile_two.txt").exists()

@@ -3,9 +3,11 @@
 What TD3 shares with SAC to the letter is tested there; that it is shared is tested in test_shared.
 """
 
+import copy
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import gymnasium as gym
@@ -64,8 +66,13 @@ def make_agent(module, float64):
 def make_batch():
     """5 transitions, two of which end their episode."""
     terminated = torch.tensor([0.0, 1, 0, 0, 1])
-    obs, actions, next_obs = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5, 3)
-    return baseline.Batch(obs, actions, next_obs, torch.randn(5), terminated)
+    return baseline.Batch(
+        obs=torch.randn(5, 3),
+        actions=torch.randn(5, 2),
+        next_obs=torch.randn(5, 3),
+        rewards=torch.randn(5),
+        terminated=terminated,
+    )
 
 
 def perturbed_by_hand(actor, obs, noise):
@@ -124,6 +131,12 @@ def test_critic_losses_match_the_paper(module, make_agent):
     torch.testing.assert_close(values, agent.qf(batch.obs, batch.actions))
 
 
+def to_numbers(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+    """What an update returns: no shape, and no graph that would keep its memory."""
+    assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+    return {tag: value.item() for tag, value in metrics.items()}
+
+
 def test_smoothing_noise_is_clipped(make_agent):
     """`update_critic` makes it from standard normal noise: scaled first, then clipped."""
     agent = make_agent(policy_noise=0.4, noise_clip=0.3, gamma=0.9)
@@ -132,8 +145,14 @@ def test_smoothing_noise_is_clipped(make_agent):
     share = np.mean(np.abs(clipped) == 0.3)
     assert 0 < share < 1, "not a test of the clipped and of the others"
     expected = critic_losses_by_hand(agent, batch, torch.tensor(clipped), 0.9)
-    expected += [sum(expected) / 2, *agent.qf(batch.obs, batch.actions).mean(dim=1).tolist()]
-    assert agent.update_critic(batch, noise).tolist() == pytest.approx(expected)
+    values = agent.qf(batch.obs, batch.actions).mean(dim=1).tolist()
+    assert to_numbers(agent.update_critic(batch, noise)) == {
+        "losses/qf1_loss": pytest.approx(expected[0]),
+        "losses/qf2_loss": pytest.approx(expected[1]),
+        "losses/qf_loss": pytest.approx(sum(expected) / 2),
+        "losses/qf1_values": pytest.approx(values[0]),
+        "losses/qf2_values": pytest.approx(values[1]),
+    }
 
 
 def test_actor_loss_is_minus_the_first_network_value(module, make_agent):
@@ -168,7 +187,7 @@ def test_each_update_moves_its_own_networks(module, make_agent):
 
     assert moved(agent.update_critic, batch, torch.randn(5, 2))[1] == ["qf"]
     loss = module.actor_loss(agent, batch.obs).item()
-    assert agent.update_actor(batch.obs).tolist() == [pytest.approx(loss)]
+    assert to_numbers(agent.update_actor(batch.obs)) == {"losses/actor_loss": pytest.approx(loss)}
     assert module.actor_loss(agent, batch.obs).item() < loss
     assert moved(agent.update_actor, batch.obs)[1] == ["actor"]
     before, changed = moved(agent.update_target)
@@ -209,7 +228,13 @@ def random_batch(generator, device):
     obs, actions, next_obs, rewards, terminated = rows.split((OBS, A, OBS, 1, 1), dim=1)
     actions.tanh_()
     terminated.copy_(terminated > 1.3)  # one in ten
-    return variant.Batch(obs, actions, next_obs, rewards.squeeze(1), terminated.squeeze(1))
+    return variant.Batch(
+        obs=obs,
+        actions=actions,
+        next_obs=next_obs,
+        rewards=rewards.squeeze(1),
+        terminated=terminated.squeeze(1),
+    )
 
 
 def stack(named: dict) -> dict:
@@ -264,16 +289,21 @@ def make_pair(device=CPU):
     return reference, agent
 
 
+def clones(metrics: dict) -> dict:
+    """A graph's next replay writes over what it has returned."""
+    return {tag: value.clone() for tag, value in metrics.items()}
+
+
 def run_updates(reference, agent, count, tolerance, device=CPU):
     """The same updates on both; every loss and, at the end, every tensor must agree."""
     generator, close = torch.Generator().manual_seed(2), {"atol": tolerance, "rtol": tolerance}
     for update in range(1, count + 1):
         batch = random_batch(generator, device)
         noise = torch.randn(B, A, generator=generator).to(device)
-        metrics = [each.update_critic(batch, noise).clone() for each in (reference, agent)]
+        metrics = [clones(each.update_critic(batch, noise)) for each in (reference, agent)]
         torch.testing.assert_close(*metrics, **close)
         if update % 2 == 0 or update == count:
-            metrics = [each.update_actor(batch.obs).clone() for each in (reference, agent)]
+            metrics = [clones(each.update_actor(batch.obs)) for each in (reference, agent)]
             torch.testing.assert_close(*metrics, **close)
             for each in (reference, agent):
                 each.update_target()
@@ -295,6 +325,29 @@ def test_one_update_agrees(backend):  # noqa: F811
     run_updates(reference, agent, 20, 1.0)
     counters, graphs = torch._dynamo.utils.counters, 3 if backend else 0
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+
+
+@WITHOUT_OR_COMPILED
+def test_numbers_in_args_may_change_between_updates(backend):  # noqa: F811
+    """Who anneals a flag gets what it says: a method compiles once more, and then never again."""
+    reference, agent = make_pair()
+    if backend:
+        variant.compile_agent(agent)
+    run_updates(reference, agent, 1, 1e-5)
+    counters, found = torch._dynamo.utils.counters, []
+    for number in range(1, 5):
+        for each in (reference, agent):
+            each.args.gamma = 0.99 - 0.1 * number
+            each.args.policy_noise = 0.2 + 0.1 * number
+            each.args.noise_clip = 0.5 - 0.1 * number
+            each.args.exploration_noise = 0.1 * number + 0.5
+            each.args.tau = 0.01 * number
+        obs, noise = torch.randn(1, OBS), torch.randn(1, A)
+        actions = [each.act(obs, noise) for each in (reference, agent)]
+        torch.testing.assert_close(*actions, atol=1e-5, rtol=0)
+        run_updates(reference, agent, 1, 1e-4)
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[1:] == found[1:2] * 3
 
 
 @pytest.mark.parametrize(
@@ -319,7 +372,7 @@ def test_whole_iterations_agree(backend, monkeypatch):  # noqa: F811
 
     def sample(self):
         index = draw(self)
-        return baseline.Batch(*(stored[index] for stored in self.data))
+        return baseline.Batch._make(stored[index] for stored in self.data)
 
     def refill(self):
         torch.index_select(self.data, 0, draw(self), out=self.rows)
@@ -334,9 +387,9 @@ def test_whole_iterations_agree(backend, monkeypatch):  # noqa: F811
         found.append((read_checkpoint(run_dir), read_scalars(run_dir)))
     (expected, scalars), *others = found
     expected["agent"] = stack(expected["agent"])
-    expected["replay"]["data"] = torch.cat(
-        [column.reshape(130, -1) for column in expected["replay"]["data"]], dim=1
-    )
+    columns = [expected["replay"]["data"][name] for name in variant.Batch._fields]
+    columns = [column.reshape(130, -1) for column in columns]
+    expected["replay"]["data"] = torch.cat(columns, dim=1)
     assert len(scalars["losses/qf_loss"]) == 8
     for checkpoint, found_scalars in others:
         for tag in (tag for tag in scalars if tag.startswith("losses/")):
@@ -388,7 +441,7 @@ def calls(module, monkeypatch):
 
     def recorded(name, function):
         def call(self, *inputs):
-            made.append((name, [x.copy() if isinstance(x, np.ndarray) else x for x in inputs]))
+            made.append((name, copy.deepcopy(inputs)))
             return function(self, *inputs)
 
         return call
@@ -408,8 +461,11 @@ def test_run_from_end_to_end(module, calls, capsys):
         error = 4 / noise.numel() ** 0.5
         assert abs(noise.mean()) < error and abs(noise.std() - 1) < error / 2**0.5
 
-    stored = [inputs for call, inputs in calls if call == "add"]
-    obs, actions, next_obs, rewards, terminated = map(np.stack, zip(*stored, strict=True))
+    stored = [inputs[0] for call, inputs in calls if call == "add"]
+    obs, actions, next_obs, rewards, terminated = (
+        np.stack([getattr(transitions, name) for transitions in stored])
+        for name in ("obs", "actions", "next_obs", "rewards", "terminated")
+    )
     assert len(obs) == 250 and not terminated.any() and (rewards < 0).all()
     angles = np.arctan2(obs[..., 1], obs[..., 0])  # the last step of an episode is no exception
     speeds = obs[..., 2] + 0.05 * (15 * np.sin(angles) + 3 * actions[..., 0])
@@ -421,7 +477,8 @@ def test_run_from_end_to_end(module, calls, capsys):
 
     config, stages = (json.loads((run_dir / f).read_text()) for f in ("config.json", "stages.json"))
     assert config["args"]["env_id"] == "Pendulum-v1" and stages["sps_steady"] > 0
-    assert stages["stages"]["backpropagation"]["count"] == 300 + 3  # steady from step 200, 3 rows
+    assert (stages["env_steps"], stages["iterations"]) == (300, 150)  # steady from step 200 on
+    assert 0 < stages["stages"]["backpropagation"] < stages["seconds"]
     assert run_dir.name in capsys.readouterr().err
     scalars = read_scalars(run_dir)
     assert [step for step, _ in scalars["charts/episodic_length"]] == [400, 400]
@@ -482,16 +539,20 @@ def test_a_resumed_run_goes_on_from_its_checkpoint(module, capsys):
 def rows(checkpoint):
     """What a replay buffer saved, as tensors of one row per transition."""
     data = checkpoint["replay"]["data"]
-    return data if isinstance(data, list) else [data]
+    return list(data.values()) if isinstance(data, dict) else [data]
 
 
-def test_bad_input_is_refused_before_any_work(module):
-    zero = dict.fromkeys(("exploration_noise", "policy_noise", "noise_clip", "learning_rate"), 0.0)
-    module.check_args(module.Args(**zero))  # all of this may be nothing
-    for name, value in (*dict.fromkeys(zero, -1.0).items(), ("policy_frequency", 0)):
-        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')}: {value} is out"):
-            module.main(module.Args(**{name: value}))
-    with pytest.raises(SystemExit, match="^--env-id: TD3 needs .* bounded continuous actions$"):
+def test_bad_input_is_refused_before_any_work(module, monkeypatch):
+    def parse(*flags):
+        monkeypatch.setattr(sys, "argv", [module.__file__, *flags])
+        return module.parse_args(module.Args)
+
+    names = ("--exploration-noise", "--policy-noise", "--noise-clip", "--learning-rate")
+    parse(*(part for name in names for part in (name, "0")))  # all of this may be nothing
+    for name, value in (*dict.fromkeys(names, "-1.0").items(), ("--policy-frequency", "0")):
+        with pytest.raises(SystemExit, match=f"^{name}: {value} is out of range$"):
+            parse(name, value)
+    with pytest.raises(SystemExit, match="^--env-id: needs .* bounded, flat continuous actions$"):
         module.main(module.Args(env_id="CartPole-v1"))
     assert not Path("runs").exists()
 

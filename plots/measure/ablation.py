@@ -27,6 +27,7 @@ import sys
 import time
 from contextlib import ExitStack
 
+import numpy as np
 import processes
 import rounds
 import run_dirs
@@ -35,9 +36,7 @@ import torch._inductor
 import tqdm
 
 WHOLE = "all tricks"
-SLICE = (
-    None if torch.cuda.is_available() else 0.5
-)  # seconds that one runs before the next; None: all
+SLICE = None if torch.cuda.is_available() else 0.5  # seconds that one runs before the next
 SETTINGS = {
     "sac": {"learning_starts": 500, "total_timesteps": 2_500},
     "td3": {"learning_starts": 500, "total_timesteps": 2_500},
@@ -70,35 +69,20 @@ def uncompiled(name: str):
     return once_compiled(lambda agent: vars(agent).pop(name))
 
 
-def compile_by(module, replacement) -> None:
-    """Lets `compile_agent` call `replacement(torch.compile, method, options)`."""
+def outside_of_graphs(module, function):
+    """`function` for the place of one that torch.compile could follow."""
     compile_agent = module.compile_agent
 
-    def compile_otherwise(agent) -> None:
-        whole = torch.compile
-        torch.compile = lambda method, fullgraph, options: replacement(whole, method, options)
+    def compile_around(agent) -> None:
+        compile = torch.compile
+        torch.compile = lambda method, fullgraph: compile(method)
         try:
             compile_agent(agent)
         finally:
-            torch.compile = whole
+            torch.compile = compile
 
-    module.compile_agent = compile_otherwise
-
-
-def outside_of_graphs(module, function):
-    """`function` for the place of one that torch.compile could follow."""
-    compile_by(module, lambda compile, method, options: compile(method, options=options))
+    module.compile_agent = compile_around
     return torch.compiler.disable(function)
-
-
-def patch_guards(module) -> None:
-    """Guards at each call, as torch.compile has them."""
-    compile_by(module, lambda compile, method, options: compile(method, fullgraph=True))
-
-
-def restore_tanh(agent) -> None:
-    """The hyperbolic tangent of the compiler's vector library."""
-    torch._inductor.config.cpp.use_decompose_tanh = False
 
 
 def call_from_python(agent) -> None:
@@ -121,14 +105,15 @@ def patch_replay(module) -> None:
     class ReplayBuffer(module.ReplayBuffer):
         def __init__(self, args, obs_dim, action_dim, device):
             super().__init__(args, obs_dim, action_dim, device)
-            shapes = [part.shape for part in self.batch]
-            self.batch = module.Batch(*(torch.empty(shape, device=device) for shape in shapes))
-            shapes = [(self.capacity, *shape[1:]) for shape in shapes]
-            self.columns = [torch.empty(shape, device=device) for shape in shapes]
+            self.batch = module.Batch._make(part.clone() for part in self.batch)
+            self.columns = []
+            for part in self.batch:
+                shape = self.capacity, *part.shape[1:]
+                self.columns.append(torch.empty(shape, device=device))
 
-        def add(self, *fields):
-            end = self.position + len(fields[0])
-            for column, new in zip(self.columns, fields, strict=True):
+        def add(self, transitions):
+            end = self.position + self.args.num_envs
+            for column, new in zip(self.columns, transitions, strict=True):
                 column[self.position : end] = torch.as_tensor(new, dtype=torch.float32)
             self.size = max(self.size, end)
             self.position = end % self.capacity
@@ -194,8 +179,10 @@ def patch_acting_whole(module) -> None:
     """Actions, log-probabilities and values at each step, in PyTorch, as the baseline has them."""
 
     def act(self, obs, noise):
-        obs, noise = (torch.as_tensor(x).to(self.flat.device) for x in (obs, noise))
-        return baseline_of(module).PPO.act(self, obs, noise)[0].cpu().numpy()
+        obs = torch.as_tensor(obs).to(self.flat.device)
+        noise = torch.as_tensor(noise).to(self.flat.device)
+        actions, _, _ = baseline_of(module).PPO.act(self, obs, noise)
+        return actions.cpu().numpy()
 
     module.PPO.act = act
 
@@ -203,21 +190,17 @@ def patch_acting_whole(module) -> None:
 def patch_rollout(module) -> None:
     """Storing by PyTorch."""
 
-    class Column:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
+    class Column(np.ndarray):
         def __setitem__(self, where, new):
             self.tensor[where] = torch.as_tensor(new)
-
-        def sum(self):
-            return self.tensor.sum().item()
 
     class Rollout(module.Rollout):
         def __init__(self, *given):
             super().__init__(*given)
-            names = "obs", "actions", "rewards", "ended", "final_values"
-            vars(self).update(zip(names, map(Column, self.host), strict=True))
+            for name, array in vars(self).items():
+                column = array.view(Column)
+                column.tensor = torch.from_numpy(array)
+                setattr(self, name, column)
 
     module.Rollout = Rollout
 
@@ -229,30 +212,25 @@ def patch_advantages(module) -> None:
 
 def patch_vector(module) -> None:
     """A gradient, a norm and a step per parameter."""
-    make, publish = module.PPO.__init__, module.PPO.publish
+    make = module.PPO.__init__
 
     def make_with_list(self, args, *given) -> None:
         make(self, args, *given)
-        self.loss = module.ppo_loss  # compile_agent copies `update`, which must have no closure
         for parameter in self.parameters():
             parameter.data = parameter.data.clone()
         self.optimizer = module.Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
-    def publish_list(self, *more) -> list[float]:
-        self.flat = torch.nn.utils.parameters_to_vector(self.parameters()).detach()
-        return publish(self, *more)
-
     def update(self, batch, index):
-        minibatch = type(batch)(*(column[index] for column in batch))
-        loss, metrics = self.loss(self.model, minibatch, self.args)
+        minibatch = module.Batch._make(column[index] for column in batch)
+        loss, metrics = module.ppo_loss(self.model, minibatch, self.args)
         gradients = torch.autograd.grad(loss, self.optimizer.parameters)
         norm = torch.stack(torch._foreach_norm(gradients)).norm()
-        scale = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        self.optimizer.step(torch._foreach_mul(gradients, scale))
+        scale = self.args.max_grad_norm / (norm + 1e-6)
+        self.optimizer.step(torch._foreach_mul(gradients, scale.clamp(max=1)))
         return metrics
 
-    module.PPO.__init__, module.PPO.publish = make_with_list, publish_list
+    module.PPO.__init__ = make_with_list
     module.PPO.update = update
 
 
@@ -276,13 +254,11 @@ COMPILED_OFF_POLICY = {
     "actor update compiled": uncompiled("update_actor"),
     "acting compiled": uncompiled("act"),
     "weights laid as their gradients": once_compiled(lay_by_rows),
-    "no guards": patch_guards,
 }
-COMPILED_ON_POLICY = {"update compiled": uncompiled("update"), "no guards": patch_guards}
+COMPILED_ON_POLICY = {"update compiled": uncompiled("update")}
 if not torch.cuda.is_available():
     for tricks in (COMPILED_OFF_POLICY, COMPILED_ON_POLICY):
         tricks["kernels called from C++"] = once_compiled(call_from_python)
-    COMPILED_ON_POLICY["tanh by exp"] = once_compiled(restore_tanh)
 TRICKS = {
     "sac": OFF_POLICY | COMPILED_OFF_POLICY,
     "td3": OFF_POLICY | COMPILED_OFF_POLICY,
@@ -295,9 +271,9 @@ def work(algorithm: str, trick: str, seed: int, steps: int) -> None:
     module = importlib.import_module(f"leanrl.{algorithm}_continuous_action{run_dirs.VARIANT}")
     if trick != WHOLE:
         TRICKS[algorithm][trick](module)
-    settings = SETTINGS[algorithm] | {"total_timesteps": steps, "seed": seed}
-    settings |= {"exp_name": f"ablation-{algorithm}-without-{trick}"}  # no run of the script
-    settings |= {"compile": True, "cudagraphs": torch.cuda.is_available()}
+    settings = SETTINGS[algorithm] | {"total_timesteps": steps, "seed": seed, "compile": True}
+    settings["cudagraphs"] = torch.cuda.is_available()
+    settings["exp_name"] = f"ablation-{algorithm}-without-{trick}"  # no run of the script
     if SLICE:
         module.perf_counter = time.process_time  # the stopwatch's clock
         torch.set_num_threads(1)
@@ -306,7 +282,9 @@ def work(algorithm: str, trick: str, seed: int, steps: int) -> None:
 
 def run_round(seed: int, options: argparse.Namespace) -> tuple[dict, list[str]]:
     """A run without each trick -> {trick: its numbers}, and what went wrong with the others."""
-    runs, results, failures = [], {}, []
+    runs = []
+    results = {}
+    failures = []
     with ExitStack() as stack:
         for number, trick in enumerate([WHOLE, *TRICKS[options.algorithm]]):
             command = [sys.executable, "plots/measure/ablation.py", "--worker", trick]
@@ -345,7 +323,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = rounds.make_parser(__doc__)
+    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS)
     parser.add_argument("--algorithm", choices=SETTINGS, default="ppo")
     parser.add_argument("--worker", help="internal: one run, without this trick")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
@@ -355,7 +333,8 @@ def main(arguments: list[str] | None = None) -> int:
         work(options.algorithm, options.worker, options.seed, options.steps)
         return 0
     tricks = [WHOLE, *TRICKS[options.algorithm]]
-    results, failures = [], []
+    results = []
+    failures = []
     for seed in range(1, options.rounds + 1):
         found, failed = run_round(seed, options)
         results.append(found)

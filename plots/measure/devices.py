@@ -36,17 +36,23 @@ def commands(gpus: int) -> dict[str, list[str]]:
 
     A row with something in brackets is compared with the row that has its name without them.
     """
-    speed = ["--compile", *["--cudagraphs"] * (gpus > 0)]
-    rows, script = {}, "leanrl/ppo_continuous_action{}.py"
-    for kind, suffix, flags in (("baseline", "", []), ("variant", run_dirs.VARIANT, speed)):
-        several = [sys.executable, script.format(f"_async{suffix}"), *flags]
-        rows[kind] = [sys.executable, script.format(suffix), *flags]
+    rows = {}
+    for kind in ("baseline", "variant"):
+        suffix = ""
+        flags = []
+        if kind == "variant":
+            suffix = run_dirs.VARIANT
+            flags.append("--compile")
+            if gpus:
+                flags.append("--cudagraphs")
+        alone = [sys.executable, f"leanrl/ppo_continuous_action{suffix}.py", *flags]
+        several = [sys.executable, f"leanrl/ppo_continuous_action_async{suffix}.py", *flags]
+        rows[kind] = alone
         rows[f"{kind} (asynchronous)"] = several
         if gpus:
             there = ["--collector-device", "cuda"]
             rows[f"{kind} (asynchronous, all on the GPU)"] = [*several, *there]
-        if kind == "variant":
-            rows["variant (two processes, in turns)"] = [*several, "--sync"]
+    rows["variant (two processes, in turns)"] = [*several, "--sync"]
     return rows
 
 
@@ -60,15 +66,19 @@ def measure(row: str, seed: int, options: argparse.Namespace, progress) -> dict:
     run = processes.run_and_read(command, log, progress, f"{row!r} round {seed}")
     result = processes.numbers(run, command)
     waits = {name: f"charts/{name}_waits_seconds" for name in ("learner", "collector")}
-    series = run_dirs.read_series(run.path, ["charts/episodic_return", *waits.values()])
-    if "charts/episodic_return" in series:
-        result["return"] = statistics.fmean(series["charts/episodic_return"].values[-LAST:])
+    returns = "charts/episodic_return"
+    series = run_dirs.read_series(run.path, [returns, *waits.values()])
+    if returns in series:
+        result["return"] = statistics.fmean(series[returns].values[-LAST:])
     for name, tag in waits.items():
         if tag in series:
-            seconds, waited = series[tag].seconds, series[tag].values
             begin = 2  # the rollout with which the stopwatch's window opens
-            whole = seconds[-1] - seconds[begin] if len(seconds) > begin + 1 else None
-            result[f"{name}_waits"] = float(waited[begin + 1 :].sum() / whole) if whole else None
+            seconds = series[tag].seconds[begin:]
+            waited = series[tag].values[begin:]
+            share = None
+            if len(seconds) > 1:
+                share = float(waited[1:].sum() / (seconds[-1] - seconds[0]))
+            result[f"{name}_waits"] = share
     return result
 
 
@@ -93,15 +103,16 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = rounds.make_parser(__doc__)
+    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS)
     options = parser.parse_args(arguments)
     options.steps = options.steps or STEPS
     import torch  # here, so that --help is quick
 
     gpus = torch.cuda.device_count()
     options.commands = commands(gpus)
-    results, failures = rounds.take_turns(list(options.commands), options, measure)
-    rows = summarize(results, list(options.commands))
+    names = list(options.commands)
+    results, failures = rounds.take_turns(names, options, measure)
+    rows = summarize(results, names)
     command = processes.call("devices.py", options, "rounds", "steps")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
     steps = f"HalfCheetah-v5, {options.steps:,} environment steps per run"

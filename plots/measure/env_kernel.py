@@ -108,7 +108,8 @@ def compile_for_gpu(source: str) -> Callable:
 
 def compile_for_cpu(source: str) -> Callable:
     with tempfile.TemporaryDirectory() as folder:
-        file, library = Path(folder, "step.cpp"), Path(folder, "step.so")
+        file = Path(folder, "step.cpp")
+        library = Path(folder, "step.so")
         file.write_text(source)
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         subprocess.run([*compiler, *FLAGS, file, "-o", library], check=True)
@@ -144,13 +145,22 @@ class KernelCartPole(CartPole):
     def step(self, actions: torch.Tensor, noise: torch.Tensor | None = None) -> tuple:
         """As with tensors, but `noise` is for those alone."""
         actions = actions.to(torch.int64).expand(self.num_envs).contiguous()  # as the kernel reads
-        obs, final, lengths = map(torch.empty_like, (self.state, self.state, self.lengths))
-        rewards, returns = (torch.empty(self.num_envs, device=self.device) for _ in range(2))
-        terminated, truncated, ended = (torch.empty_like(rewards, dtype=bool) for _ in range(3))
+        obs = torch.empty_like(self.state)
+        final = torch.empty_like(self.state)
+        lengths = torch.empty_like(self.lengths)
+        rewards = torch.empty(self.num_envs, device=self.device)
+        returns = torch.empty_like(rewards)
+        terminated = torch.empty_like(rewards, dtype=bool)
+        truncated = torch.empty_like(terminated)
+        ended = torch.empty_like(terminated)
         read = [self.seed, actions]
         changed = [self.state, self.lengths, self.episodes, obs, final, rewards, returns, lengths]
         changed += [terminated, truncated, ended]
         self.launch(self.threads_per_block, [*read, *changed])
-        infos = {"final_obs": final, "_final_obs": ended, "_episode": ended}
-        infos["episode"] = {"r": returns, "l": lengths}
+        infos = {
+            "final_obs": final,
+            "_final_obs": ended,
+            "episode": {"r": returns, "l": lengths},
+            "_episode": ended,
+        }
         return obs, rewards, terminated, truncated, infos

@@ -24,9 +24,14 @@ def step(state, lengths, generators, actions, obs, rewards, terminated, truncate
     i = cuda.grid(1)
     if i >= state.shape[0]:
         return
-    x, x_dot, theta, theta_dot = state[i, 0], state[i, 1], state[i, 2], state[i, 3]
+    x = state[i, 0]
+    x_dot = state[i, 1]
+    theta = state[i, 2]
+    theta_dot = state[i, 3]
     force = float32(10.0) if actions[i] else float32(-10.0)
-    tau, sine, cosine = float32(0.02), math.sin(theta), math.cos(theta)
+    tau = float32(0.02)
+    sine = math.sin(theta)
+    cosine = math.cos(theta)
     push = (force + float32(0.05) * theta_dot * theta_dot * sine) / float32(1.1)
     inertia = float32(0.5) * (float32(4.0 / 3.0) - float32(0.1) * cosine * cosine / float32(1.1))
     theta_acc = (float32(9.8) * sine - cosine * push) / inertia
@@ -38,7 +43,10 @@ def step(state, lengths, generators, actions, obs, rewards, terminated, truncate
     lengths[i] += 1
     terminated[i] = abs(x) > float32(2.4) or abs(theta) > float32(12 * 2 * math.pi / 360)
     truncated[i] = lengths[i] >= 500
-    obs[i, 0], obs[i, 1], obs[i, 2], obs[i, 3] = x, x_dot, theta, theta_dot
+    obs[i, 0] = x
+    obs[i, 1] = x_dot
+    obs[i, 2] = theta
+    obs[i, 3] = theta_dot
     rewards[i] = 1.0
     if terminated[i] or truncated[i]:
         lengths[i] = 0
@@ -46,15 +54,16 @@ def step(state, lengths, generators, actions, obs, rewards, terminated, truncate
             uniform = xoroshiro128p_uniform_float32(generators, i)
             state[i, k] = float32(0.1) * uniform - float32(0.05)
     else:
-        state[i, 0], state[i, 1], state[i, 2], state[i, 3] = x, x_dot, theta, theta_dot
+        for k in range(4):
+            state[i, k] = obs[i, k]
 
 
 class NumbaCartPole:
     """N environments in device arrays; `obs` is what the step led to, before any reset."""
 
     def __init__(self, num_envs: int, threads: int):
-        start = np.random.default_rng(1).uniform(-0.05, 0.05, (num_envs, 4)).astype(np.float32)
-        self.state = cuda.to_device(start)
+        start = np.random.default_rng(1).uniform(-0.05, 0.05, (num_envs, 4))
+        self.state = cuda.to_device(start.astype(np.float32))
         self.lengths = cuda.to_device(np.zeros(num_envs, np.int32))
         self.generators = create_xoroshiro128p_states(num_envs, seed=1)
         self.obs = cuda.device_array((num_envs, 4), np.float32)
@@ -64,9 +73,16 @@ class NumbaCartPole:
         self.kernel = step[-(-num_envs // threads), threads]
 
     def step(self, actions) -> None:
-        ends = self.terminated, self.truncated
-        arrays = self.state, self.lengths, self.generators, actions, self.obs, self.rewards, *ends
-        self.kernel(*arrays)
+        self.kernel(
+            self.state,
+            self.lengths,
+            self.generators,
+            actions,
+            self.obs,
+            self.rewards,
+            self.terminated,
+            self.truncated,
+        )
 
 
 if __name__ == "__main__":

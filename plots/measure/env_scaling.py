@@ -224,11 +224,13 @@ def measure_limits() -> dict[str, float]:
     The best of several: a limit is what the hardware does undisturbed.
     """
     found = {}
-    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for device in devices:
         wait = waiting(torch.device(device))
         source = torch.zeros(2**26, device=device)
         target = torch.zeros_like(source)
-        copies = time_steps(Stepper(lambda s=source, t=target: t.copy_(s), 1, wait), 1.0, 10)
+        copy = partial(target.copy_, source)
+        copies = time_steps(Stepper(copy, wait=wait), seconds=1.0, samples=10)
         found[device] = 2 * 4 * 2**26 / min(copies)
         print(f"{device}: {found[device]:.3g} bytes/s")
     return found
@@ -236,11 +238,14 @@ def measure_limits() -> dict[str, float]:
 
 def measure_steps(numbers: list[int], seconds: float) -> dict:
     """The arms that can run here, each with as many environments as it takes of `numbers`."""
-    skipped = {arm.name: why for arm in ARMS if (why := arm.missing())}
-    for name, reason in skipped.items():
-        print(f"skipped: {name}: {reason}")
+    skipped = {}
     rows = []
-    for arm in [arm for arm in ARMS if arm.name not in skipped]:
+    for arm in ARMS:
+        reason = arm.missing()
+        if reason:
+            skipped[arm.name] = reason
+            print(f"skipped: {arm.name}: {reason}")
+            continue
         for num_envs in [n for n in numbers if n <= arm.most]:
             row = {"arm": arm.name, "num_envs": num_envs}
             try:
@@ -256,11 +261,12 @@ def measure_steps(numbers: list[int], seconds: float) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = processes.make_parser(__doc__)
+    parser = run_dirs.make_parser(__doc__, "--out")
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     options = parser.parse_args(arguments)
     said = sys.argv[1:] if arguments is None else arguments
-    here = run_dirs.this_machine() | {"versions": run_dirs.versions(PACKAGES)}
+    here = run_dirs.this_machine()
+    here["versions"] = run_dirs.versions(PACKAGES)
     here["cpu"]["threads"] = torch.get_num_threads()
     record = {
         "schema": 2,
@@ -268,7 +274,10 @@ def main(arguments: list[str] | None = None) -> int:
         "machine": run_dirs.machine([here]),
         "bytes_per_second": measure_limits(),
     }
-    record |= measure_steps(*(([1, 64, 4096], 0.05) if options.quick else (NUMBERS, 0.5)))
+    if options.quick:
+        record |= measure_steps([1, 64, 4096], seconds=0.05)
+    else:
+        record |= measure_steps(NUMBERS, seconds=0.5)
     import env_report  # which draws, so that --help need not wait for that
 
     env_report.write(record, options.out / "env_scaling")

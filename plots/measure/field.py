@@ -159,7 +159,11 @@ def work(options: argparse.Namespace) -> None:
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecFrameStack
 
-    library, algorithm, steps, seed = options.worker, options.algorithm, options.steps, options.seed
+    library = options.worker
+    algorithm = options.algorithm
+    steps = options.steps
+    seed = options.seed
+    settings = ALGORITHMS[algorithm]
     if library == "sbx":
         import jax
 
@@ -168,7 +172,9 @@ def work(options: argparse.Namespace) -> None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
     class Clock(BaseCallback):
-        start, evaluating, curve = None, 0.0, []
+        start = None
+        evaluating = 0.0
+        curve = []
 
         def _on_step(self) -> bool:
             if self.start is None and self.num_timesteps >= settings.steady_after:
@@ -184,7 +190,7 @@ def work(options: argparse.Namespace) -> None:
                 self.curve.append([seconds, self.num_timesteps, mean_return])
             return time.perf_counter() - born < 60 * (options.minutes or math.inf)
 
-    settings, born = ALGORITHMS[algorithm], time.perf_counter()
+    born = time.perf_counter()
     clock = Clock()
     make = getattr(importlib.import_module(library), algorithm.partition("_")[0].upper())
     if algorithm == "ppo_atari":
@@ -195,7 +201,8 @@ def work(options: argparse.Namespace) -> None:
         env = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", 8, seed=seed), 4)
         policy = "CnnPolicy"
     else:
-        env, policy = make_vec_env(settings.env_id, settings.num_envs), "MlpPolicy"
+        env = make_vec_env(settings.env_id, settings.num_envs)
+        policy = "MlpPolicy"
     agent = make(policy, env, seed=seed, **settings.theirs).learn(steps, callback=clock)
     seconds = time.perf_counter() - clock.start - clock.evaluating
     result = {
@@ -221,7 +228,8 @@ def run_library(command: list[str], log: Path, progress, what: str) -> dict:
 
 def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> dict:
     """One run of `entrant` -> its numbers; ValueError says what went wrong."""
-    settings, what = ALGORITHMS[options.algorithm], f"{entrant} round {seed}"
+    settings = ALGORITHMS[options.algorithm]
+    what = f"{entrant} round {seed}"
     name = f"field-{options.algorithm}-{entrant.replace(' ', '-')}-seed-{seed}.log"
     log = options.out / "logs" / name
     if entrant in LIBRARIES:
@@ -258,7 +266,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = rounds.make_parser(__doc__)
+    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
     parser.add_argument("--field-python", default=".venv-field/bin/python")
     parser.add_argument("--minutes", type=float, help="of runs that end by time")

@@ -44,13 +44,15 @@ def name_of(entrant: str, axis: str, number: int) -> str:
 
 def points(only: str) -> dict[str, dict]:
     """What runs: name -> width, batch and environments, with the entrant."""
-    return {
-        name_of(entrant, axis, number): USUAL | {axis: number, "entrant": entrant}
-        for axis, numbers in AXES.items()
-        for number in numbers
-        for entrant in ENTRANTS
-        if fnmatch.fnmatch(f"{axis} {number}", only)
-    }
+    found = {}
+    for axis, numbers in AXES.items():
+        for number in numbers:
+            if not fnmatch.fnmatch(f"{axis} {number}", only):
+                continue
+            for entrant in ENTRANTS:
+                point = {**USUAL, axis: number, "entrant": entrant}
+                found[name_of(entrant, axis, number)] = point
+    return found
 
 
 def length(point: dict) -> int:
@@ -61,7 +63,9 @@ def length(point: dict) -> int:
 
 def work(point: dict, seed: int) -> None:
     """The worker: trains once."""
-    width, batch, num_envs = (point[axis] for axis in AXES)
+    width = point["width"]
+    batch = point["batch"]
+    num_envs = point["environments"]
     starts = STARTS * num_envs
     if point["entrant"] == "Stable-Baselines3":
         theirs = {"learning_starts": starts, "batch_size": batch}
@@ -72,15 +76,25 @@ def work(point: dict, seed: int) -> None:
         told = {"worker": "stable_baselines3", "algorithm": "sac", "steps": length(point)}
         field.work(argparse.Namespace(seed=seed, minutes=None, **told))
         return
-    compiled = point["entrant"] == "compile"
-    module = importlib.import_module("leanrl.sac_continuous_action" + run_dirs.VARIANT * compiled)
+    suffix = ""
+    flags = {}
+    if point["entrant"] == "compile":
+        suffix = run_dirs.VARIANT
+        flags["compile"] = True
+    module = importlib.import_module(f"leanrl.sac_continuous_action{suffix}")
     nn = module.nn  # torch is not imported before: the variant sets what OpenMP reads then
 
     def mlp(inputs: int, outputs: int) -> nn.Sequential:
-        layers = nn.Linear(inputs, width), nn.Linear(width, width), nn.Linear(width, outputs)
-        return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+        return nn.Sequential(
+            nn.Linear(inputs, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, outputs),
+        )
 
-    module.mlp, module.STEADY_AFTER = mlp, WARM
+    module.mlp = mlp
+    module.STEADY_AFTER = WARM
     args = module.Args(
         exp_name="growth",
         seed=seed,
@@ -89,7 +103,7 @@ def work(point: dict, seed: int) -> None:
         batch_size=batch,
         num_envs=num_envs,
         utd_ratio=1 / num_envs,
-        **({"compile": True} if compiled else {}),
+        **flags,
     )
     module.main(args)
 
@@ -98,8 +112,8 @@ def measure(name: str, seed: int, options: argparse.Namespace, progress) -> dict
     """One run -> its numbers; ValueError says what went wrong."""
     point = points("*")[name]
     theirs = point["entrant"] == "Stable-Baselines3"
-    command = [options.field_python if theirs else sys.executable, "plots/measure/growth.py"]
-    command += ["--worker", name, "--seed", str(seed)]
+    python = options.field_python if theirs else sys.executable
+    command = [python, "plots/measure/growth.py", "--worker", name, "--seed", str(seed)]
     log = options.out / "logs" / f"growth-{name.replace(' ', '-')}-seed-{seed}.log"
     what = f"{name} round {seed}"
     if theirs:
@@ -116,14 +130,20 @@ def summarize(results: list[dict], names: list[str]) -> list[dict]:
 def cells(rows: list[dict]) -> list[list[str]]:
     """A line per axis and number."""
     found = {row["run"]: row for row in rows if "skipped" not in row}
-    table = [["", *(f"{entrant} steps/s" for entrant in ENTRANTS), "compile pays"]]
+    heading = [""]
+    heading += [f"{entrant} steps/s" for entrant in ENTRANTS]
+    table = [[*heading, "compile pays"]]
     for axis, numbers in AXES.items():
         for number in numbers:
             mine = [found.get(name_of(entrant, axis, number)) for entrant in ENTRANTS]
-            if any(mine):
-                speeds = [rounds.middle(row and row["sps_steady"]) for row in mine]
-                pays = rounds.ratio("ratio")(mine[-1]) if mine[-1] else "-"
-                table.append([f"{axis} {number:,}", *speeds, pays])
+            if not any(mine):
+                continue
+            line = [f"{axis} {number:,}"]
+            for row in mine:
+                line.append(rounds.middle(row["sps_steady"]) if row else "-")
+            compiled = mine[-1]
+            line.append(rounds.ratio("ratio")(compiled) if compiled else "-")
+            table.append(line)
     return table
 
 
@@ -138,8 +158,11 @@ def draw(rows: list[dict], stem: Path) -> None:
     for ax, (axis, numbers) in zip(panels, AXES.items(), strict=True):
         for entrant in ENTRANTS:
             colour = curves.COLOURS.get(entrant, "tab:brown")
-            mine = {n: found.get(name_of(entrant, axis, n)) for n in numbers}
-            speeds = {n: row["sps_steady"]["median"] for n, row in mine.items() if row}
+            speeds = {}
+            for number in numbers:
+                row = found.get(name_of(entrant, axis, number))
+                if row:
+                    speeds[number] = row["sps_steady"]["median"]
             ax.plot(speeds.keys(), speeds.values(), "o-", color=colour, label=entrant)
         ax.set(xscale="log", yscale="log", xlabel=labels.get(axis, axis))
         ax.set_xticks(numbers, [f"{number:,}" for number in numbers])
@@ -150,8 +173,8 @@ def draw(rows: list[dict], stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = processes.make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser = run_dirs.make_parser(__doc__, "--out", "--rounds")
+    parser.set_defaults(rounds=1)
     parser.add_argument("--only", default="*", metavar="GLOB", help="as 'batch 1024'")
     parser.add_argument("--field-python", default=".venv-field/bin/python")
     parser.add_argument("--worker", help="internal: one run")
@@ -170,8 +193,13 @@ def main(arguments: list[str] | None = None) -> int:
     rows = summarize(results, names)
     command = processes.call("growth.py", options, "only", "rounds")
     table = cells(rows)
-    record = {"command": command, "table": table, "rows": rows}
-    record |= {"rounds": results, "failures": failures}
+    record = {
+        "command": command,
+        "table": table,
+        "rows": rows,
+        "rounds": results,
+        "failures": failures,
+    }
     status = rounds.report("growth", ["Growth", "HalfCheetah-v5"], table, record, options)
     draw(rows, options.out / "growth")
     return status

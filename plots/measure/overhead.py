@@ -32,7 +32,6 @@ import speedup
 from speedup import Job
 
 LIMIT = 0.01
-TIMES = ("off_seconds", "on_seconds")
 
 
 def commands(job: Job) -> dict[str, list[str]]:
@@ -49,49 +48,78 @@ def commands(job: Job) -> dict[str, list[str]]:
 
 def measure(job: Job, side_by_side: bool, logs: Path, progress=None) -> dict:
     """One pair of runs -> seconds per step; ValueError says what went wrong."""
-    pair, stem = commands(job), job.name.replace(" ", "-")
+    pair = commands(job)
+    stem = job.name.replace(" ", "-")
     files = {name: logs / f"overhead-{stem}-{name}.log" for name in pair}
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(logs / f"cache-{job.script}-{job.row}")}
+    statuses = {}
     if side_by_side:
         environment["OMP_NUM_THREADS"] = "1"
         cores = sorted(os.sched_getaffinity(0))[:2]
-        for core, name in zip(cores[:: (-1) ** job.seed], pair, strict=True):
+        if job.seed % 2:
+            cores.reverse()
+        for core, name in zip(cores, pair, strict=True):
             pair[name] = ["taskset", "-c", str(core), *pair[name]]
         with processes.logged(pair["off"], files["off"], environment) as one:
             with processes.logged(pair["on"], files["on"], environment) as other:
-                statuses = {"off": one.wait(), "on": other.wait()}
+                statuses["off"] = one.wait()
+                statuses["on"] = other.wait()
     else:
-        statuses = {
-            name: processes.run_logged(command, files[name], progress, environment)
-            for name, command in pair.items()
-        }
-    runs = {
-        name: processes.read_log(statuses[name], log, f"{job.name}, stopwatch {name},")
-        for name, log in files.items()
+        for name, command in pair.items():
+            log = files[name]
+            statuses[name] = processes.run_logged(command, log, progress, environment)
+    runs = {}
+    for name, log in files.items():
+        what = f"{job.name}, stopwatch {name},"
+        runs[name] = processes.read_log(statuses[name], log, what)
+    off = 1 / runs["off"].stages["sps_steady"]
+    on = 1 / runs["on"].stages["sps_steady"]
+    return {
+        "script": job.script,
+        "row": job.row,
+        "off_seconds": off,
+        "on_seconds": on,
+        "bias": on / off - 1,
+        "config": runs["on"].config,
     }
-    off, on = (1 / runs[name].stages["sps_steady"] for name in ("off", "on"))
-    times = {"off_seconds": off, "on_seconds": on, "bias": on / off - 1}
-    return {"script": job.script, "row": job.row, **times, "config": runs["on"].config}
 
 
 def summarize(pairs: list[dict]) -> list[dict]:
     """One dict per script and row."""
+    groups: dict = {}
+    for pair in pairs:
+        name = pair["script"], pair["row"]
+        groups.setdefault(name, []).append(pair)
     rows = []
-    for script, row in dict.fromkeys((pair["script"], pair["row"]) for pair in pairs):
-        mine = [pair for pair in pairs if (pair["script"], pair["row"]) == (script, row)]
-        means = {name: statistics.fmean(pair[name] for pair in mine) for name in TIMES}
-        bias = run_dirs.spread([pair["bias"] for pair in mine])
-        rows.append({"script": script, "row": row, **means, "bias": bias, "seeds": len(mine)})
+    for (script, row), mine in groups.items():
+        rows.append(
+            {
+                "script": script,
+                "row": row,
+                "off_seconds": statistics.fmean(pair["off_seconds"] for pair in mine),
+                "on_seconds": statistics.fmean(pair["on_seconds"] for pair in mine),
+                "bias": run_dirs.spread([pair["bias"] for pair in mine]),
+                "seeds": len(mine),
+            }
+        )
     return rows
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
     table = [["script", "row", "off us", "with us", "bias", "min-max", "seeds"]]
     for row in rows:
-        off, on = (run_dirs.short(1e6 * row[name]) for name in TIMES)
         bias = row["bias"]
-        line = [row["script"], row["row"], off, on, f"{bias['mean']:+.1%}"]
-        table.append([*line, f"{bias['min']:+.1%} to {bias['max']:+.1%}", str(row["seeds"])])
+        table.append(
+            [
+                row["script"],
+                row["row"],
+                run_dirs.short(1e6 * row["off_seconds"]),
+                run_dirs.short(1e6 * row["on_seconds"]),
+                f"{bias['mean']:+.1%}",
+                f"{bias['min']:+.1%} to {bias['max']:+.1%}",
+                str(row["seeds"]),
+            ]
+        )
     return table
 
 
@@ -103,7 +131,7 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = processes.make_parser(__doc__)
+    parser = run_dirs.make_parser(__doc__, "--out")
     parser.add_argument("--only", default="*", metavar="GLOB", help="of every 'SCRIPT ROW'")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args(arguments)
@@ -122,13 +150,20 @@ def main(arguments: list[str] | None = None) -> int:
     pairs = list(results.values())
     if not pairs:
         return processes.say_failures(failures)
-    rows, machine = summarize(pairs), run_dirs.machine([pair["config"] for pair in pairs])
+    rows = summarize(pairs)
+    machine = run_dirs.machine([pair["config"] for pair in pairs])
     worst = max(abs(row["bias"]["mean"]) for row in rows)
     command = processes.call("overhead.py", options, "only", "seeds")
     how = "side by side, one core each" if side_by_side else "one after the other"
     above = [f"What the stopwatch costs, pairs {how}: {command}", *run_dirs.describe(machine)]
     below = [f"largest mean bias: {worst:.1%} (limit {LIMIT:.0%})"]
-    record = {"schema": 2, "command": command, "machine": machine, "rows": rows, "pairs": pairs}
+    record = {
+        "schema": 2,
+        "command": command,
+        "machine": machine,
+        "rows": rows,
+        "pairs": pairs,
+    }
     run_dirs.write_report(options.out / "overhead", above, cells(rows), below, record)
     return processes.say_failures(failures) or int(worst > LIMIT)
 

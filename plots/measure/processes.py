@@ -15,23 +15,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import run_dirs  # noqa: E402
+PLOTS = Path(__file__).resolve().parents[1]
+sys.path += [str(PLOTS), str(PLOTS.parent)]
 from run_dirs import ROOT, Run, read_run, shown, this_machine  # noqa: E402
 
 # The command line
-
-
-def make_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser whose --help is the program's docstring, with the option that all have."""
-    parser = run_dirs.make_parser(doc)
-    parser.add_argument("--out", type=Path, default=ROOT / "plots/out", help="folder of the report")
-    return parser
 
 
 def call(program: str, options: argparse.Namespace, *names: str) -> str:
@@ -39,7 +33,8 @@ def call(program: str, options: argparse.Namespace, *names: str) -> str:
     words = [f"python plots/measure/{program}"]
     for name in names:
         if getattr(options, name) is not None:
-            words.append(shlex.join([f"--{name}", str(getattr(options, name))]))
+            value = str(getattr(options, name))
+            words.append(shlex.join([f"--{name}", value]))
     return " ".join(words)
 
 
@@ -133,13 +128,17 @@ def run_logged(
 
 def run_directory(log: Path) -> Path:
     """Where the run that wrote `log` says that it left its files; ValueError if it does not."""
-    found = re.findall(r"^run directory: (.+)$", log.read_text(errors="replace"), re.MULTILINE)
+    found = re.findall(r"^\S+ steps/s, (.+)$", log.read_text(errors="replace"), re.MULTILINE)
     if not found:
         raise ValueError("names no run directory")
     return ROOT / found[-1]
 
 
-def read_log(status: int, log: Path, what: str, read=lambda log: read_run(run_directory(log))):
+def read_logged(log: Path, whole: bool = True) -> Run:
+    return read_run(run_directory(log), whole)
+
+
+def read_log(status: int | None, log: Path, what: str, read=read_logged):
     """The run that wrote `log`, which is `what`; ValueError says what went wrong with it."""
     try:
         if status:
@@ -154,8 +153,7 @@ def run_and_read(
 ) -> Run:
     """The run that `command` makes, which is `what`; ValueError says what went wrong with it."""
     status = run_logged(command, log, progress, environment, limit)
-    whole = limit == math.inf
-    return read_log(status, log, what, lambda log: read_run(run_directory(log), whole))
+    return read_log(status, log, what, partial(read_logged, whole=limit == math.inf))
 
 
 def numbers(run: Run, command: list[str]) -> dict:
@@ -179,7 +177,9 @@ class Turn(NamedTuple):
 
 def make_all(turns: list[Turn]) -> tuple[dict, list[str]]:
     """Makes the runs one after the other -> {name: result}, and what went wrong with the others."""
-    results, failures, before = {}, [], 0.0
+    results = {}
+    failures = []
+    before = 0.0
     form = "{percentage:3.0f}% |{bar:20}| {elapsed}, {remaining} left{postfix}"
     with tqdm.tqdm(total=sum(turn.weight for turn in turns), bar_format=form) as bar:
         for number, turn in enumerate(turns, start=1):

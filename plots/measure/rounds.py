@@ -13,12 +13,7 @@ import processes
 import run_dirs
 from run_dirs import short, spread
 
-
-def make_parser(doc: str) -> argparse.ArgumentParser:
-    parser = processes.make_parser(doc)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="environment steps per run")
-    return parser
+OPTIONS = ("--out", "--rounds", "--steps")
 
 
 def take_turns(names: list[str], options: argparse.Namespace, measure) -> tuple[list, list]:
@@ -26,18 +21,16 @@ def take_turns(names: list[str], options: argparse.Namespace, measure) -> tuple[
 
     Returns the rounds, {name: result} each, and for each call that raised ValueError what it says.
     """
-    turns = {
-        (seed, name): processes.Turn(
-            f"{name}, round {seed}", options.steps, 1, partial(measure, name, seed, options)
-        )
-        for seed in range(1, options.rounds + 1)
-        for name in names
-    }
-    results, failures = processes.make_all(list(turns.values()))
-    rounds: list[dict] = [{} for _ in range(options.rounds)]
-    for (seed, name), turn in turns.items():
-        if turn.name in results:
-            rounds[seed - 1][name] = results[turn.name]
+    turns = []
+    for seed in range(1, options.rounds + 1):
+        for name in names:
+            make = partial(measure, name, seed, options)
+            turns.append(processes.Turn(f"{name}, round {seed}", options.steps, 1, make))
+    results, failures = processes.make_all(turns)
+    rounds = []
+    for seed in range(1, options.rounds + 1):
+        found = {name: results.get(f"{name}, round {seed}") for name in names}
+        rounds.append({name: result for name, result in found.items() if result})
     return rounds, failures
 
 
@@ -59,11 +52,16 @@ def summarize(
         for key in ("sps_steady", "warmup_seconds", *others):
             found = [result[key] for result in mine if result.get(key) is not None]
             row[key] = spread(found) if found else None
-        both = [(r[name], r[reference]) for r in rounds if name in r and reference in r]
-        speeds = [(one["sps_steady"], other["sps_steady"]) for one, other in both]
-        speeds = [pair for pair in speeds if None not in pair]
-        row[ratio] = statistics.median(a / b for a, b in speeds) if speeds else None
-        row["worth_us"] = spread([1e6 / a - 1e6 / b for a, b in speeds]) if speeds else None
+        ratios = []
+        worths = []
+        for results in rounds:
+            speed = results.get(name, {}).get("sps_steady")
+            other = results.get(reference, {}).get("sps_steady")
+            if speed and other:
+                ratios.append(speed / other)
+                worths.append(1e6 / speed - 1e6 / other)
+        row[ratio] = statistics.median(ratios) if ratios else None
+        row["worth_us"] = spread(worths) if worths else None
         rows.append(row)
     return rows
 
@@ -87,9 +85,11 @@ def cells(rows: list[dict], title: str, columns: dict[str, Callable[[dict], str]
     table = [[title, *columns]]
     for row in rows:
         if "skipped" in row:
-            table.append([row[title], f"skipped: {row['skipped']}", *[""] * (len(columns) - 1)])
+            line = [f"skipped: {row['skipped']}"]
+            line += [""] * (len(columns) - 1)
         else:
-            table.append([row[title], *(cell(row) for cell in columns.values())])
+            line = [cell(row) for cell in columns.values()]
+        table.append([row[title], *line])
     return table
 
 
@@ -102,8 +102,9 @@ def report(
     name: str, above: list[str], table: list[list[str]], record: dict, options: argparse.Namespace
 ) -> int:
     """Prints and writes NAME.md and NAME.json; the exit status. `above` begins with a title."""
-    results = [result for results in record["rounds"] for result in results.values()]
-    configs = [result["config"] for result in results if "config" in result]
+    configs = []
+    for results in record["rounds"]:
+        configs += [result["config"] for result in results.values() if "config" in result]
     if configs:
         title, *others = above
         hardware = run_dirs.machine(configs)

@@ -36,9 +36,8 @@ from typing import NamedTuple
 
 import processes
 import run_dirs
-from run_dirs import ROWS, VARIANT, Run, incomparable, read_runs, shown, spread, this_machine
+from run_dirs import ROOT, ROWS, VARIANT, Run, differences, read_runs, shown, spread, this_machine
 
-ROOT = run_dirs.ROOT
 QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
 TRACED = ["--stopwatch", "trace"]
 
@@ -99,12 +98,12 @@ def traced(run: Run) -> bool:
 def summarize(runs: list[Run], names: list[str]) -> list[dict]:
     """One dict per script and row of `names`; a row without runs says why in `skipped`."""
     rows = []
+    on_cpu = all(run.config["gpu"] is None for run in runs)
     for script in dict.fromkeys(run.script for run in runs):
         baseline = None
         for row in names:
             mine = [run for run in runs if (run.script, run.row) == (script, row)]
             if not mine:
-                on_cpu = all(run.config["gpu"] is None for run in runs)
                 captured = "--cudagraphs" in ROWS[row]
                 reason = "no CUDA device" if captured and on_cpu else "no finished run"
                 rows.append({"script": script, "row": row, "skipped": reason})
@@ -120,7 +119,7 @@ def summarize(runs: list[Run], names: list[str]) -> list[dict]:
                     "sps_steady": steady,
                     "speedup": steady["mean"] / baseline if baseline else None,
                     "warmup_seconds": {"first": warmups[0], "best": min(warmups)},
-                    "sps_inclusive": spread([run.stages["sps_inclusive"] for run in mine]),
+                    "sps": spread([run.stages["sps"] for run in mine]),
                     "runs": [shown(run.path) for run in mine],
                     "seeds": [run.config["args"]["seed"] for run in mine],
                     "commands": [run.config["command"] for run in mine],
@@ -131,18 +130,28 @@ def summarize(runs: list[Run], names: list[str]) -> list[dict]:
 
 def cells(rows: list[dict]) -> list[list[str]]:
     """The table, heading first, as text."""
-    table = ["script", "row", "steps/s", "min-max", "speed-up"]
-    table = [[*table, "warm-up s first", "best", "all steps/s", "runs"]]
+    heading = ["script", "row", "steps/s", "min-max", "speed-up"]
+    heading += ["warm-up s first", "best", "all steps/s", "runs"]
+    table = [heading]
     for row in rows:
         if "skipped" in row:
             table.append([row["script"], row["row"], f"skipped: {row['skipped']}", *[""] * 6])
             continue
-        steady, warmup = row["sps_steady"], row["warmup_seconds"]
-        line = [f"{steady['mean']:,.1f}", f"{steady['min']:,.1f}-{steady['max']:,.1f}"]
-        line.append(f"{row['speedup']:.2f}x" if row["speedup"] else "-")
-        line += [f"{warmup['first']:.1f}", f"{warmup['best']:.1f}"]
-        line += [f"{row['sps_inclusive']['mean']:,.1f}", str(len(row["runs"]))]
-        table.append([row["script"], row["row"], *line])
+        steady = row["sps_steady"]
+        warmup = row["warmup_seconds"]
+        table.append(
+            [
+                row["script"],
+                row["row"],
+                f"{steady['mean']:,.1f}",
+                f"{steady['min']:,.1f}-{steady['max']:,.1f}",
+                f"{row['speedup']:.2f}x" if row["speedup"] else "-",
+                f"{warmup['first']:.1f}",
+                f"{warmup['best']:.1f}",
+                f"{row['sps']['mean']:,.1f}",
+                str(len(row["runs"])),
+            ]
+        )
     return table
 
 
@@ -176,14 +185,17 @@ def make_jobs(
         for script in scripts:
             for row in rows:
                 file = f"leanrl/{script}{'' if row == 'baseline' else VARIANT}.py"
-                flags = [] if length == "full" else getattr(SCRIPTS[script], length).split()
+                text = "" if length == "full" else getattr(SCRIPTS[script], length)
                 if length == "traced" and SCRIPTS[script] is CONTINUOUS and "compile" not in row:
-                    flags = SHORT.split()
-                if steps:
-                    flags[-2:] = ["--total-timesteps", str(steps)]
-                count = int(flags[-1]) if flags else total_timesteps(ROOT / file)
-                command = [sys.executable, file, "--seed", str(seed), *ROWS[row], *flags]
-                command += TRACED if length == "traced" else []
+                    text = SHORT
+                flags, _, count = text.partition("--total-timesteps ")
+                count = steps or count
+                command = [sys.executable, file, "--seed", str(seed), *ROWS[row], *flags.split()]
+                if count:
+                    command += ["--total-timesteps", str(count)]
+                if length == "traced":
+                    command += TRACED
+                count = int(count or total_timesteps(ROOT / file))
                 jobs.append(Job(script, row, seed, command, count))
     return jobs
 
@@ -210,15 +222,14 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
 
 def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
     """{name: run} of the jobs that need not run again; `here` is `this_machine`."""
-    runs, kept = read_runs([ROOT / "runs"])[0], {}
+    runs, _ = read_runs([ROOT / "runs"])
+    kept = {}
     for job in jobs:
-        script = ROOT / job.command[1]
+        changed = (ROOT / job.command[1]).stat().st_mtime
+        command = " ".join(job.command[1:])
         for run in runs:
-            installed = {"versions": run_dirs.versions(run.config["versions"])}
-            same = run.config["command"] == " ".join(job.command[1:])
-            same = same and not run_dirs.differences(run.config, here | installed)
-            same = same and run.config.get("processes", 1) == 1  # torchrun is not in the command
-            if same and script.stat().st_mtime < (run.path / "config.json").stat().st_mtime:
+            same = run.config["command"] == command and not differences(run.config, here)
+            if same and changed < (run.path / "config.json").stat().st_mtime:
                 kept[job.name] = run
     return kept
 
@@ -234,7 +245,8 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> None:
     for row in rows:
         mine = [other["row"] for other in rows if other["script"] == row["script"]]
         width = 0.8 / len(mine)
-        x = scripts.index(row["script"]) + (mine.index(row["row"]) - (len(mine) - 1) / 2) * width
+        place = mine.index(row["row"]) - (len(mine) - 1) / 2
+        x = scripts.index(row["script"]) + place * width
         ax.bar(x, row["speedup"], 0.95 * width, color=curves.COLOURS[row["row"]])
         said = f"{row['row']}\n{row['speedup']:.2f}x\n{row['sps_steady']['mean']:,.0f}/s"
         ax.annotate(said, (x, row["speedup"]), ha="center", va="bottom", fontsize=7)
@@ -284,19 +296,19 @@ def write_table(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = processes.make_parser(__doc__)
+    parser = run_dirs.make_parser(__doc__, "--out", "--steps")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}; minutes")
     what.add_argument("--full", action="store_true", help="every script at full length")
     what.add_argument("--table-only", nargs="+", type=Path, metavar="RUNS_DIR", help="run nothing")
     parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
     parser.add_argument("--seeds", type=int, help="runs per row (quick: 1, full: 3)")
-    parser.add_argument("--steps", type=int, help="environment steps per run")
     options = parser.parse_args(arguments)
 
     failures: list[str] = []
     if options.table_only:
-        protocol, call = "table only", "python plots/measure/speedup.py --table-only "
+        protocol = "table only"
+        call = "python plots/measure/speedup.py --table-only "
         call += " ".join(map(shown, options.table_only))
         runs, skipped = read_runs(options.table_only)
         for line in skipped:
@@ -318,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
         runs, failures = run_all(jobs, options.out / "logs")
         runs = [*kept.values(), *runs]
 
-    if reason := incomparable(timed(runs)):
+    if reason := run_dirs.incomparable(timed(runs)):
         parser.error(f"these runs make no table: {reason}; name those that belong together")
     if runs:
         rows = summarize(timed(runs), protocol_rows(options))
