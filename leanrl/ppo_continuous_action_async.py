@@ -42,10 +42,13 @@ import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, NamedTuple
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 import gymnasium as gym
 import numpy as np
@@ -501,13 +504,13 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
             send(pipe, report)
             watch.tick(step - start_step)
     finally:
-        print("the collector:", file=sys.stderr)
         watch.report(report_path)
 
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
     check_args(args)
+    check_env(args)
     on_gpu = args.cuda and torch.cuda.is_available()
     default_device = "cuda" if on_gpu else "cpu"
     device = use_device(args.learner_device or default_device)
@@ -570,6 +573,7 @@ def main(args: Args) -> Path:
             with run.stage("backpropagation"):
                 slot = slots[version % len(slots)]
                 total = slot.obs.sum() + slot.rewards.sum()
+                total += sum(values.sum() for values in report.statistics.values())
                 if not math.isfinite(total):
                     steps = f"steps {run.step - batch_size:,} to {run.step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")
@@ -788,15 +792,15 @@ def check_args(args: Args) -> None:
 
 
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-MAY_BE_ZERO = "seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau"
-MAY_BE_ZERO += " ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
+ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"""
 
 
 class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
     def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
         self.mode = mode
         self.on_gpu = device.type == "cuda"
-        self.synchronize = torch.cuda.synchronize if self.on_gpu else lambda: None
         self.warmup_steps = warmup_steps
         self.trace_after = trace_after
         self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
@@ -866,7 +870,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
                     self.nvml.append((self.since - self.born, torch.cuda.utilization()))
 
     def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
-        self.synchronize()  # what is still queued belongs to it
+        if self.on_gpu:
+            torch.cuda.synchronize()  # what is still queued belongs to it
         self.charge()
         steps = env_steps - self.first_step
         seconds = self.since - self.start - self.seconds["evaluation"]
@@ -880,7 +885,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
             "stages": dict(self.seconds),
         }
 
-    def report(self, path):  # writes the report, prints a table, writes a trace beside it
+    def report(self, path):  # writes the report and a trace beside it, then prints a table
         report = self.result or self.measure(self.env_steps)
         report["wall_seconds"] = perf_counter() - self.born
         report["nvml_percent"] = self.nvml
@@ -891,28 +896,31 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
                 report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
         with replacing(path) as file:
             file.write(json.dumps(report, indent=2).encode())
-        for name, seconds in report["stages"].items():
-            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
-            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
-        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path.parent}", file=sys.stderr)
-        if self.profiler:  # last, because it takes seconds, in which Ctrl-C may come
+        if self.profiler:
             self.profiler.__exit__(None, None, None)
             self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
+        for name, seconds in report["stages"].items():  # last, because nobody may be reading
+            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
+            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
+        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path}", file=sys.stderr)
         return report
 
 
 class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
     def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
         self.args = args
-        self.checkpoint = load_checkpoint(args) if args.resume else {}
+        self.checkpoint = load_checkpoint(args) if args.resume is not None else {}
         self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
         self.steps_per_iteration = steps_per_iteration
         self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
-        if self.step >= self.total_steps:
-            raise SystemExit(f"--total-timesteps: no iteration is left after {self.step:,} steps")
+        begin = max(self.step, getattr(args, "learning_starts", 0))
+        if begin >= self.total_steps:
+            raise SystemExit(f"--total-timesteps: no iteration is left after {begin:,} steps")
+        env_id = self.checkpoint.get("args", vars(args))["env_id"]
+        if env_id != args.env_id:
+            raise SystemExit(f"--env-id: the checkpoint is of {env_id}")
         self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
         self.stage = self.watch.stage
-        self.episodic_return = math.nan
 
     def restore(self, agent):  # networks, optimizers and generators of the checkpoint
         agent.load_state_dict(self.checkpoint["agent"])
@@ -926,24 +934,26 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
         if not all(parameter.isfinite().all() for parameter in agent.parameters()):
             raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
-        checkpoint["made_by"] = Path(__file__).name
-        checkpoint["args"] = vars(self.args)
-        checkpoint["global_step"] = self.step
-        checkpoint["agent"] = agent.state_dict()
-        checkpoint["optimizers"] = [each.state_dict()["state"] for each in agent.optimizers]
-        checkpoint["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        checkpoint |= {
+            "made_by": Path(__file__).name,
+            "args": vars(self.args),
+            "global_step": self.step,
+            "agent": agent.state_dict(),
+            "optimizers": [each.state_dict()["state"] for each in agent.optimizers],
+            "generators": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
+        }
         with replacing(self.dir / "checkpoint.pt") as file:
             torch.save(checkpoint, file)
 
     def __enter__(self):  # makes the run directory and opens its records
-        for number in (signal.SIGTERM, signal.SIGHUP):  # end as cleanly as on Ctrl-C
-            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-                signal.signal(number, signal.default_int_handler)
+        catch_signals()
         args = self.args
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.dir = Path(args.resume or "runs/" + re.sub(r"[^\w.-]", "_", name))
-        self.dir.mkdir(parents=True, exist_ok=bool(args.resume))
-        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        resumed = args.resume is not None
+        self.dir = Path(args.resume) if resumed else make_directory(args)
+        with one_line(self.dir):  # the lock is held until the process has ended
+            self.lock = open(self.dir / ".lock", "w")
+            os.lockf(self.lock.fileno(), os.F_TLOCK, 0)
+        self.suffix = f"_{self.step}.json" if resumed else ".json"
         config = {
             "args": vars(args),
             "command": " ".join(sys.argv),
@@ -951,7 +961,8 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
         }
-        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
+        with replacing(self.dir / f"config{self.suffix}") as file:
+            file.write(json.dumps(config, indent=2).encode())
         if args.track:
             import wandb
 
@@ -963,14 +974,21 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
                 config=config,
                 sync_tensorboard=True,
             )
-        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if args.resume else None)
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
         self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
 
-    def __exit__(self, kind, error, traceback):  # whatever has ended the run
-        self.writer.close()
-        self.bar.close()
-        self.watch.report(self.dir / f"stages{self.suffix}")
-        if kind is KeyboardInterrupt:
+    def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+        try:
+            with suppress(OSError):  # the disk may be full
+                self.writer.close()
+            with suppress(OSError):  # nobody may be reading
+                self.bar.close()
+            self.watch.report(self.dir / f"stages{self.suffix}")
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if kind is KeyboardInterrupt or kind is SystemExit and not error.code:
             raise SystemExit(f"interrupted after {self.step:,} steps")
 
     def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
@@ -990,27 +1008,33 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             row["charts/SPS"] = speed["sps"]
             if speed["sps_steady"]:
                 row["charts/SPS_steady"] = speed["sps_steady"]
-                row["charts/warmup_seconds"] = speed["warmup_seconds"]
             self.write(row)
-            self.bar.set_postfix_str(f"return {self.episodic_return:,.1f}", refresh=False)
             self.bar.update(self.step - self.bar.n)
 
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
-        self.episodic_return = row.get("charts/episodic_return", self.episodic_return)
-        for tag, value in row.items():
-            self.writer.add_scalar(tag, value, step or self.step)
+        if "charts/episodic_return" in row:
+            self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
+        with one_line(self.dir):
+            for tag, value in row.items():
+                self.writer.add_scalar(tag, value, step or self.step)
 
     def tick(self):  # ends an iteration, outside of every stage
         self.watch.tick(self.step - self.start_step)
 
 
+def catch_signals():  # from now on, all of them are KeyboardInterrupt
+    for number in SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+            signal.signal(number, signal.default_int_handler)
+
+
 def parse_args(kind):  # with --resume, flags that are not given stay as they were
     args = tyro.cli(kind)
-    if args.resume:
+    if args.resume is not None:
         args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            highest = 1 if name in ("gamma", "gae_lambda", "tau") else 1e12
+            highest = 1 if name in "gamma gae_lambda tau".split() else 1e12
             if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
                 raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
     return args
@@ -1026,14 +1050,47 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
     return found
 
 
+def make_directory(args):  # runs/ENVIRONMENT__EXPERIMENT__SEED__SECOND; the first that is free
+    for second in count(int(time.time())):
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{second}"
+        path = Path("runs", re.sub(r"[^\w.-]", "_", name))
+        with one_line(path), suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+
+
+def check_env(args):  # says before the training what the environment or its videos lack
+    with one_line("--env-id", ImportError, gym.error.Error):
+        env = gym.make(args.env_id, render_mode="rgb_array" if args.capture_video else None)
+    if args.capture_video:
+        with one_line("--capture-video", Exception):
+            import moviepy  # noqa: F401
+
+            env.reset()
+            env.render()
+
+
+@contextmanager
+def one_line(what, *errors):  # no traceback where the disk, the memory or these are to blame
+    try:
+        yield
+    except BlockingIOError:
+        raise SystemExit(f"--resume: the run in {what} is still at work") from None
+    except (OSError, RuntimeError, *errors) as error:  # torch.save has one of its own
+        raise SystemExit(f"{what}: {error.__context__ or error}") from None
+
+
 @contextmanager
 def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with one_line(path), partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 # <<< run <<<

@@ -333,7 +333,7 @@ def test_a_script_on_cuda_computes_what_it_computes_on_the_cpu(group, name, foun
 # Per step of SAC and TD3, otherwise per rollout: for what acts elsewhere, and for rows of metrics,
 # of which the first read waits and the others find what they want
 def row(rate: float, count: int) -> dict:
-    return {"row[tag] = float(value)": rate * count, "self.synchronize()": rate}
+    return {"row[tag] = float(value)": rate * count, "torch.cuda.synchronize()": rate}
 
 
 ACTIONS, DIVERGENCE = {"actions = actions.cpu()": 1}, {"if args.target_kl is not None": 1}

@@ -206,7 +206,7 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
     for text in ("simulation", "us/step", f"steps/s, runs/{run_dir.name}", "evaluation at 500: -"):
         assert text in err
     assert all(math.isfinite(value) for rows in scalars.values() for _, value in rows)
-    assert {"charts/SPS", "charts/SPS_steady", "charts/warmup_seconds"} < scalars.keys()
+    assert {"charts/SPS", "charts/SPS_steady"} < scalars.keys()
     assert [step for step, _ in scalars["charts/episodic_return"]] == [200, 400, 600]
     assert scalars["charts/episodic_length"] == [(step, 200) for step in (200, 400, 600)]
     assert [step for step, _ in scalars["charts/eval_return"]] == [500, 700]

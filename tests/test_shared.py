@@ -85,14 +85,14 @@ def test_the_algorithm_comes_first_and_the_house_last(stem):
 
 @pytest.mark.parametrize("stem", SCRIPTS)
 def test_what_the_region_needs_is_imported_at_the_top_and_nothing_twice(stem):
-    """`import wandb` alone stands where it is used, because it is optional."""
+    """But wandb and moviepy, which are optional, where they are used."""
     imported, late, region = [], [], SCRIPTS[stem].index("\n# >>> run: ")
     for node in ast.walk(ast.parse(SCRIPTS[stem])):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             imported += [(alias.asname or alias.name) for alias in node.names]
             if node.lineno > SCRIPTS[stem][:region].count("\n"):
                 late += [alias.name for alias in node.names]
-    assert len(imported) == len(set(imported)) and late == ["wandb"]
+    assert len(imported) == len(set(imported)) and late == ["wandb", "moviepy"]
 
 
 # What is not CleanRL's

@@ -99,7 +99,7 @@ def test_the_steady_window_leaves_out_warm_up_and_evaluation(mode, clock, tmp_pa
     lines = [line.split() for line in err.splitlines()]
     assert not out and max(map(len, err.splitlines())) < 80 + len(str(tmp_path))
     assert (["checkpoint", "3.00", "s", "100,000.0", "us/step"] in lines) == (mode == "time")
-    assert err.endswith(f"2.5 steps/s, {tmp_path}\n")
+    assert err.endswith(f"2.5 steps/s, {tmp_path}/stages.json\n")
 
 
 @pytest.mark.parametrize("mode", ["off", "time", "trace"])
@@ -108,7 +108,7 @@ def test_a_run_that_never_leaves_its_warm_up_reports_what_it_did(mode, clock, tm
     spend(watch, clock, simulation=2.0)
     report = watch.report(tmp_path / "stages.json")  # without any tick
     assert report["sps_steady"] is None and report["sps"] == 0.0 and report["env_steps"] == 0
-    assert capsys.readouterr().err.endswith(f"nan steps/s, {tmp_path}\n")
+    assert capsys.readouterr().err.endswith(f"nan steps/s, {tmp_path}/stages.json\n")
     watch = Stopwatch(CPU, mode, warmup_steps=1000)
     spend(watch, clock, simulation=2.0, evaluation=1.0)
     watch.tick(10)
@@ -193,10 +193,9 @@ def test_a_trace_holds_whole_iterations(iterations, tmp_path):
         assert sum(step["ts"] < at < step["ts"] + step["dur"] for at in adds) == 1
 
 
-def test_ctrl_c_while_the_trace_is_written_leaves_the_report(tmp_path, capsys):
+def test_ctrl_c_while_the_trace_is_written_leaves_the_report(tmp_path):
     def interrupted(path):
         assert json.loads((tmp_path / "stages.json").read_text())["iterations"] == 1
-        assert "steps/s" in capsys.readouterr().err
         raise KeyboardInterrupt
 
     watch = Stopwatch(CPU, "trace", trace_after=1, trace_iterations=1)
@@ -293,7 +292,9 @@ def test_a_failing_write_leaves_the_old_script_and_no_litter(folder, monkeypatch
 def test_a_stamped_script_runs_alone(folder):
     stopwatch.stamp(folder)
     needs = "from collections import Counter\nfrom contextlib import contextmanager, nullcontext\n"
-    needs += "from time import perf_counter\nimport torch\n"  # of all imports of a script
+    needs += (
+        "from time import perf_counter\nimport signal\nimport torch\n"  # of all imports of a script
+    )
     scope = {}
     exec(needs + (folder / "a.py").read_text().replace("print(time)", ""), scope)
     watch = scope["Stopwatch"](CPU)
