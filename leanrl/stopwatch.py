@@ -8,11 +8,13 @@ alone. Edit it here, never in a script, then stamp. What it imports stands at th
 
 The run, as a script sees it
     args = parse_args(Args)                 the flags; one that is out of its range ends the program
+    check_env(args)                         so does an environment or a video that cannot be made
     run = Run(args, device, steps_per_iteration, warmup_steps)
                                             takes up args.resume; counts run.step of run.total_steps
     if run.checkpoint: run.restore(agent)   weights, optimizers and generators of agent.optimizers
-    with run:                               makes run.dir; Ctrl-C, SIGTERM, SIGHUP and errors end it
-                                            with all records written
+    with run:                               makes run.dir and holds its lock; Ctrl-C, SIGTERM, SIGHUP
+                                            and errors end it with all records written, in one line
+                                            where that says enough
     run.step += N                           environment steps, by the script
     run.log({"losses/qf_loss": loss})       a row: tensors of shape () or numbers, and the speed;
                                             what is not finite ends the run in one line

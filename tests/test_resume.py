@@ -22,9 +22,12 @@ import torch
 from conftest import ROOT
 from test_sac import BASELINE, CPU, SMALL, read_scalars, script
 from test_sac_parity import backend, smooth  # noqa: F401
+from torch.utils.tensorboard import SummaryWriter
 
 from leanrl import sac_continuous_action as baseline
 from leanrl import sac_continuous_action_torchcompile as variant
+from leanrl import td3_continuous_action as td3_baseline
+from leanrl import td3_continuous_action_torchcompile as td3_variant
 
 SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
 
@@ -81,17 +84,21 @@ def assert_same(one, other, path="checkpoint", tolerance=0.0):
 
 
 class Scripted(gym.Env):
-    """Episodes of 50 steps; `on_step(step, obs)` makes observation and reward of every one."""
+    """Episodes of 50 steps; `on_step(step, obs)` makes observation and reward of every one.
+
+    `on_reset(step, obs)` makes the first observation of an episode.
+    """
 
     observation_space, action_space = gym.spaces.Box(-9, 9, (2,)), gym.spaces.Box(-1, 1, (1,))
     total = 0
 
-    def __init__(self, on_step):
+    def __init__(self, on_step, on_reset=lambda step, obs: obs):
         self.on_step = on_step
+        self.on_reset = on_reset
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return self.np_random.normal(size=2).astype(np.float32), {}
+        return self.on_reset(self.total, self.np_random.normal(size=2).astype(np.float32)), {}
 
     def step(self, action):
         self.total += 1
@@ -101,10 +108,10 @@ class Scripted(gym.Env):
 
 @pytest.fixture
 def scripted():
-    """A function from `on_step` to the id of its environment."""
+    """A function from `on_step` (and `on_reset`) to the id of its environment."""
 
-    def register(on_step) -> str:
-        gym.register("Scripted-v0", lambda **_: Scripted(on_step), disable_env_checker=True)
+    def register(*functions) -> str:
+        gym.register("Scripted-v0", lambda **_: Scripted(*functions), disable_env_checker=True)
         return "Scripted-v0"
 
     yield register
@@ -280,6 +287,56 @@ def test_what_cannot_be_resumed_is_said_in_one_line(module, monkeypatch):
     assert len(list(run_dir.iterdir())) == len(files) - 1
 
 
+HOLD_THE_LOCK = """
+import os, sys
+file = open(sys.argv[1], "w")
+os.lockf(file.fileno(), os.F_LOCK, 0)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_is_at_work_is_left_alone():
+    """Until the process that holds its lock has ended, however that ends."""
+    run_dir = train(baseline, total_timesteps=110, save_model=True)
+    names = {path.name for path in run_dir.iterdir()}
+    command = [sys.executable, "-c", HOLD_THE_LOCK, run_dir / ".lock"]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    message = stopped(baseline, total_timesteps=120, resume=str(run_dir))
+    assert message == f"--resume: the run in {run_dir} is still at work"
+    assert {path.name for path in run_dir.iterdir()} == names
+    holder.kill()
+    holder.communicate()
+    assert train(baseline, total_timesteps=120, resume=str(run_dir)) == run_dir
+
+
+def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
+    """Before any directory is made; two runs that begin in the same second both have one."""
+    assert "is no checkpoint" in stopped(baseline, resume="")  # as of a shell's unset variable
+    for steps in (99, 100):  # SMALL has 100 random ones
+        message = stopped(baseline, total_timesteps=steps)
+        assert message == "--total-timesteps: no iteration is left after 100 steps"
+    for env_id in ("Pendulumm-v1", "Pendulum-v9", "no_such_module:X-v0", "X/Y-v0", "a b"):
+        assert stopped(baseline, env_id=env_id).startswith("--env-id: ")
+    scripted(lambda step, obs: (obs, 1.0))  # it draws nothing
+    message = stopped(baseline, env_id="Scripted-v0", capture_video=True)
+    assert message.startswith("--capture-video: ")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "moviepy", None)
+        assert "moviepy" in stopped(baseline, env_id="Pendulum-v1", capture_video=True)
+    assert not Path("runs").exists()
+    Path("runs").write_text("")
+    assert re.search(r"^runs/.*: \[Errno 20\] Not a directory", stopped(baseline))
+    Path("runs").unlink()
+
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    runs = [train(baseline, total_timesteps=110, save_model=True) for _ in range(2)]
+    assert [path.name[-10:] for path in runs] == ["1000000000", "1000000001"]
+    message = stopped(baseline, env_id="Scripted-v0", resume=str(runs[0]), total_timesteps=200)
+    assert message == "--env-id: the checkpoint is of Pendulum-v1"
+
+
 # How a run ends
 
 
@@ -440,6 +497,67 @@ def test_signals_end_a_run_in_one_line_but_those_that_are_ignored(number, script
     finally:
         signal.signal(number, before)
     assert read_checkpoint(run_dir)["global_step"] == 200
+
+
+def test_an_environment_that_ends_the_program_is_no_success(scripted):
+    def on_step(step, obs):
+        if step == 130:
+            sys.exit(0)
+        return obs, 1.0
+
+    message = stopped(baseline, env_id=scripted(on_step), total_timesteps=200)
+    assert message == "interrupted after 129 steps"
+
+
+@pytest.mark.parametrize("module", [baseline, variant, td3_baseline, td3_variant])
+def test_a_first_observation_that_is_not_finite_is_not_stored(module, scripted):
+    """The episodes end after 50 steps: the third begins with it, during random exploration."""
+
+    def on_reset(step, obs):
+        return obs * math.nan if step == 100 else obs
+
+    env_id = scripted(lambda step, obs: (obs, 1.0), on_reset)
+    flags = {"env_id": env_id, "total_timesteps": 300, "learning_starts": 200}
+    message = stopped(module, **flags, checkpoint_every=1)
+    assert message == "step 100: action, obs or reward is not finite"
+    (run_dir,) = Path("runs").iterdir()
+    assert stored(read_checkpoint(run_dir)["replay"]).isfinite().all()
+
+
+def test_records_are_written_though_nobody_reads_or_ctrl_c_comes_twice(scripted, monkeypatch):
+    """As when it goes to `tee` as well, which ends first; the second one comes among the records.
+
+    `head` ends on its own: then the next refresh of the bar ends the run, as it ends any program.
+    """
+    reader, writer = os.pipe()
+
+    def on_step(step, obs):
+        if step == 130:
+            os.close(reader)
+            os.kill(os.getpid(), signal.SIGINT)
+        return obs, 1.0
+
+    def close(self, own=SummaryWriter.close):
+        os.kill(os.getpid(), signal.SIGINT)
+        own(self)
+
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, BrokenPipeError)):
+        patch.setattr(SummaryWriter, "close", close)
+        patch.setattr(sys, "stderr", os.fdopen(writer, "w", buffering=1))
+        train(baseline, env_id=scripted(on_step), total_timesteps=200)
+    (run_dir,) = Path("runs").iterdir()
+    assert json.loads((run_dir / "stages.json").read_text())["sps"] > 0
+    assert read_scalars(run_dir)["charts/SPS"][-1][0] == 100
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+@pytest.mark.parametrize("delay", [0.2, 1.0])
+def test_ctrl_c_before_the_run_begins_leaves_no_traceback(delay):
+    process = subprocess.Popen(script(BASELINE), stderr=subprocess.PIPE, text=True)
+    time.sleep(delay)  # Python has begun, and its libraries are loading
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == -signal.SIGINT and err == ""
 
 
 @pytest.mark.slow
