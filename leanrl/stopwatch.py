@@ -12,7 +12,7 @@ The run, as a script sees it
     run = Run(args, device, steps_per_iteration, warmup_steps)
                                             takes up args.resume; counts run.step of run.total_steps
     if run.checkpoint: run.restore(agent)   weights, optimizers and generators of agent.optimizers
-    with run:                               makes run.dir and holds its lock; Ctrl-C, SIGTERM, SIGHUP
+    with run:                               makes run.dir, holds its lock; Ctrl-C, SIGTERM, SIGHUP
                                             and errors end it with all records written, in one line
                                             where that says enough
     run.step += N                           environment steps, by the script

@@ -174,18 +174,21 @@ class ReplayBuffer:
     """Ring of the last transitions on `device`: 4 (2 O + A + 2) bytes each."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        if args.batch_size > args.buffer_size:
+            raise SystemExit("--batch-size: is larger than --buffer-size")
         self.args = args
         whole_steps = max(args.buffer_size // args.num_envs, 1)
         self.capacity = whole_steps * args.num_envs
         self.position = 0
         self.size = 0
-        self.data = Batch(
-            obs=torch.empty(self.capacity, obs_dim, device=device),
-            actions=torch.empty(self.capacity, action_dim, device=device),
-            next_obs=torch.empty(self.capacity, obs_dim, device=device),
-            rewards=torch.empty(self.capacity, device=device),
-            terminated=torch.empty(self.capacity, device=device),
-        )
+        with one_line("--buffer-size"):
+            self.data = Batch(
+                obs=torch.empty(self.capacity, obs_dim, device=device),
+                actions=torch.empty(self.capacity, action_dim, device=device),
+                next_obs=torch.empty(self.capacity, obs_dim, device=device),
+                rewards=torch.empty(self.capacity, device=device),
+                terminated=torch.empty(self.capacity, device=device),
+            )
 
     def add(self, transitions: Batch) -> None:
         """Stores N transitions, whose fields (N, ...) may be arrays or tensors of any type."""

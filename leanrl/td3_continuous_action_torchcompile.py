@@ -200,6 +200,8 @@ class ReplayBuffer:
     """Ring of the last transitions on `device`: 4 (2 O + A + 2) bytes each."""
 
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+        if args.batch_size > args.buffer_size:
+            raise SystemExit("--batch-size: is larger than --buffer-size")
         self.args = args
         whole_steps = max(args.buffer_size // args.num_envs, 1)
         self.capacity = whole_steps * args.num_envs
@@ -215,7 +217,8 @@ class ReplayBuffer:
             terminated=1,
         )
         # speed: all rows, then those of a batch, whose fields are views of them
-        self.data = torch.empty(self.capacity, sum(widths), device=device)
+        with one_line("--buffer-size"):
+            self.data = torch.empty(self.capacity, sum(widths), device=device)
         self.device_size = torch.zeros((), dtype=torch.float64, device=device)
         self.rows = torch.empty(args.batch_size, sum(widths), device=device)
         columns = self.rows.split(widths, dim=1)
