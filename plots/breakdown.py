@@ -16,7 +16,6 @@ What a run without a GPU cannot tell is left out, never drawn as 0. After Gleeso
 Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys 2021.
 """
 
-import signal
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import curves
 import matplotlib.pyplot as plt
 import run_dirs
 from matplotlib.patches import Patch
-from run_dirs import ROOT, Run, label, per_step, read_runs, short, shown
+from run_dirs import DAMAGED, ROOT, Run, label, per_step, read_runs, short, shown
 from traces import CPU_LAYERS
 
 EDGES = {"edgecolor": "black", "linewidth": 0.5}
@@ -64,6 +63,8 @@ def reduce(run: Run) -> dict:
         to_cuda += fields.get("cuda_api_calls", 0) * num_envs
     on_gpu = trace["gpu_busy"] is not None
     total = sum(sum(stage.values()) for stage in cells.values())
+    if not total:
+        raise ValueError("has no stages: the stopwatch was off")
     gpu_alone = sum(stage.get("cuda_wait_s GPU", 0) for stage in cells.values())
     return {
         "script": run.script,
@@ -96,7 +97,7 @@ def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
             continue
         try:
             row = reduce(run) if run.trace else None
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        except DAMAGED as error:
             reason = error if isinstance(error, ValueError) else "has a report that lacks something"
             print(f"skipped: {shown(run.path)} {reason}", file=sys.stderr)
             continue
@@ -261,13 +262,15 @@ def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
         "commands": [run.config["command"] for run in chosen],
     }
     above = ["Where the time goes, from traced runs", *run_dirs.describe(machine)]
+    files = curves.save(draw_stages(rows, chosen), out / f"{name}_stages")
     run_dirs.write_report(out / name, above, cells(rows), [], record, labels=3)
-    return curves.save(draw_stages(rows, chosen), out / f"{name}_stages")
+    return files
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "runs")
-    parser.add_argument("--out", type=Path, default=ROOT / "plots/out/breakdown", help="NAME")
+    default = str(ROOT / "plots/out/breakdown")
+    parser.add_argument("--out", type=run_dirs.stem, default=default, help="NAME")
     options = parser.parse_args(arguments)
     runs, skipped = read_runs(options.runs, whole=False)
     for line in skipped:
@@ -279,5 +282,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet where nobody reads on, as in "| head -1"
-    sys.exit(main())
+    run_dirs.start(main)

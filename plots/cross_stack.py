@@ -11,7 +11,6 @@ trace there are stages but no layers; without a GPU nothing is said about one. E
 there is no report to read.
 """
 
-import signal
 import sys
 import textwrap
 from collections import Counter
@@ -19,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import run_dirs
 import traces
-from run_dirs import as_text, make_parser, per_step, read_report, short, shown
+from run_dirs import as_text, per_step, read_report, short, shown
 from traces import CPU_LAYERS
 
 SHORT_OPERATOR = 20e-6  # seconds; below it an operator costs what its dispatch costs
@@ -172,8 +172,9 @@ def read_out(report: dict) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "runs")
-    parser.add_argument("--steps", type=int, default=1, help="in the window of a trace alone")
+    parser = run_dirs.make_parser(__doc__, "runs")
+    steps = {"type": run_dirs.count, "default": 1}
+    parser.add_argument("--steps", help="in the window of a trace alone", **steps)
     options = parser.parse_args(arguments)
     status = 0
     for path in options.runs:
@@ -182,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
             lines = list(read_out(report))
             speed = report["sps_steady"]
             speed = f": {short(speed)} environment steps/s" if speed else ""
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        except run_dirs.DAMAGED as error:
             reason = error if isinstance(error, ValueError) else "is no report of the stopwatch"
             print(f"{shown(path)} {reason}", file=sys.stderr)
             status = 1
@@ -192,5 +193,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet where nobody reads on, as in "| head -1"
-    sys.exit(main())
+    run_dirs.start(main)

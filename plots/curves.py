@@ -20,14 +20,14 @@ Written as PNG and SVG to --out:
 Lines are the mean over the runs, with --band around it and each run thin. A learning curve is the
 mean of the last --last values of the metric, linear between two of them, and ends with its run: of
 the last tenth of a run's values, 10 at most, where --last does not say otherwise. The mean is over
-the runs that have a value, bands are where two or more do. Runs that were interrupted are named and
-have curves, but no scores. Scores are those of Agarwal et al.,
+the runs that have a value, bands are where two or more do. Runs that were interrupted, or killed,
+or are still running, are named and have curves, which end in a cross, but no scores. A run counts
+once, whatever links lead to it. Scores are those of Agarwal et al.,
 "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021.
 """
 
 import argparse
 import json
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -270,12 +270,14 @@ def curve(series: dict[str, Series], metric: str, axis: str, last: int | None) -
 
 
 def learning(found: dict, series: dict, metric: str, axis: str, last: int | None) -> dict:
-    """{panel: {line: [(x, y), ...]}} of the runs that have such a curve."""
+    """{panel: {line: [(x, y, what is missing to its end), ...]}} of the runs that have a curve."""
     kept: dict = {}
     for panel, lines in found.items():
         for line, runs in lines.items():
-            made = [curve(series[run.path], metric, axis, last) for run in runs]
-            curves = [each for each in made if each is not None]
+            curves = []
+            for run in runs:
+                if made := curve(series[run.path], metric, axis, last):
+                    curves.append((*made, run.missing))
             if curves:
                 kept.setdefault(panel, {})[line] = curves
     return kept
@@ -303,16 +305,20 @@ def headline(figure, text: str, runs: list[Run]) -> None:
 
 
 def draw_line(ax, curves: list[tuple], kind: str, line: str, look: dict) -> None:
-    """The mean of (x, y) each, its band and each run."""
-    grid = union_grid([x for x, _ in curves])
-    values = np.array([on_grid(grid, x, y) for x, y in curves])
-    if max(len(x) for x, _ in curves) == 1:
+    """The mean of `curves`, its band and each run."""
+    grid = union_grid([x for x, *_ in curves])
+    values = np.array([on_grid(grid, x, y) for x, y, _ in curves])
+    if max(len(x) for x, *_ in curves) == 1:
         look = look | {"marker": "o"}
-    for x, y in curves:
+    ends = [(x[-1], y[-1]) for x, y, missing in curves if missing]
+    for x, y, _ in curves:
         ax.plot(x, y, linewidth=0.5, alpha=0.45, **look)
+    for x, y in ends:
+        ax.plot(x, y, "x", color=look["color"])
     low, high = band(kind, values)
     ax.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
-    name = f"{line} (n={len(curves)})"
+    interrupted = f", {len(ends)} interrupted" if ends else ""
+    name = f"{line} (n={len(curves)}{interrupted})"
     ax.plot(grid, mean_of_known(values), linewidth=1.8, label=name, **look)
 
 
@@ -364,8 +370,8 @@ def score_lines(known: dict, target: float | None) -> list[dict]:
         finals = {}
         times = []  # when each first reached the target
         for env_id, curves in tasks.items():
-            finals[env_id] = [float(y[-1]) for _, y in curves]
-            for x, y in curves:
+            finals[env_id] = [float(y[-1]) for _, y, _ in curves]
+            for x, y, _ in curves:
                 reached = x[y >= target] if target is not None else []
                 times.append(float(reached[0]) if len(reached) else None)
         if min(map(len, finals.values())) < 2:
@@ -449,23 +455,34 @@ def save(figure, stem: Path) -> list[Path]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = run_dirs.make_parser(__doc__, "runs")
-    parser.add_argument("--out", type=Path, default=ROOT / "plots/out/curves", help="NAME")
+    default = str(ROOT / "plots/out/curves")
+    parser.add_argument("--out", type=run_dirs.stem, default=default, help="NAME")
     parser.add_argument("--metric", default=RETURN, help=f"of TensorBoard (default: {RETURN})")
     parser.add_argument("--x", help="steps, seconds or a metric (default: both)")
     parser.add_argument("--by", nargs="+", metavar="NAME", help="settings that make lines")
     parser.add_argument("--where", nargs="+", default=[], metavar="NAME=VALUE", help="only these")
     parser.add_argument("--band", choices=BANDS, default="bootstrap")
-    parser.add_argument("--last", type=int, help="values that a curve is the mean of")
+    parser.add_argument("--last", type=run_dirs.count, help="values that a curve is the mean of")
     parser.add_argument("--target", type=float, help="value of the metric to reach")
     return parser.parse_args(arguments)
 
 
+def why_empty(runs: list[Run], wanted: list[str]) -> str:
+    """Why no run has a curve of these metrics."""
+    logged = set().union(*(read_series(run.path) for run in runs))
+    lacking = [name for name in wanted if name not in logged]
+    if not lacking:
+        return f"no run has numbers of {' and '.join(wanted)}"
+    there = ", ".join(sorted(logged)) or "nothing"
+    return f"no run has logged {' or '.join(map(repr, lacking))}, but {there}"
+
+
 def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> list[Path]:
     """The figures that these runs have something to show for; the files."""
-    options = options or parse([str(out)])
+    options = options or parse([str(out), "--out", str(out / name)])
     metric = options.metric
     last = options.last
-    axes = [options.x] if options.x else list(AXES)
+    axes = list(AXES) if options.x is None else [options.x]
     series = {run.path: read_series(run.path, [metric, *axes]) for run in runs}
     found = groups(runs, options.by)
     what = metric.rpartition("/")[2].replace("_", " ")
@@ -473,7 +490,8 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     columns = {axis: learning(found, series, metric, axis, last) for axis in axes}
     figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", runs)
     if not figure:
-        print(f"no figure: these runs have no {metric}", file=sys.stderr)
+        wanted = [metric, *(axis for axis in axes if axis not in AXES)]
+        print(f"no figure: {why_empty(runs, wanted)}", file=sys.stderr)
         return []
     files = save(figure, out / f"{name}_learning")
     for run in runs:
@@ -502,15 +520,15 @@ def main(arguments: list[str] | None = None) -> int:
         runs = matching(runs, options.where)
         options.by = options.by and [setting(name, runs) for name in options.by]
         if not runs:
-            raise ValueError(f"no such runs in {', '.join(map(str, options.runs))}")
+            raise ValueError(f"no such runs in {', '.join(map(shown, options.runs))}")
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    for path in write(runs, options.out.parent, options.out.name, options):
+    files = write(runs, options.out.parent, options.out.name, options)
+    for path in files:
         print(f"written: {shown(path)}")
-    return 0
+    return int(not files)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet where nobody reads on, as in "| head -1"
-    sys.exit(main())
+    run_dirs.start(main)

@@ -177,22 +177,24 @@ def write(record: dict, stem: Path) -> None:
     below = []
     for device, rate in record["bytes_per_second"].items():
         below.append(f"{device}: {short(rate)} bytes/s copied")
-    run_dirs.write_report(stem, above, cells(record), below, record, labels=1)
     curves.save(throughput(record), stem.with_name(f"{stem.name}_throughput"))
+    run_dirs.write_report(stem, above, cells(record), below, record, labels=1)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__)
-    parser.add_argument("records", type=Path, nargs="+")
-    for path in parser.parse_args().records:
+    parser.add_argument("records", type=run_dirs.real, nargs="+")
+    for path in parser.parse_args(arguments).records:
         try:
             record = run_dirs.read_json(path)
-            write(record, path.with_suffix(""))
         except ValueError as problem:
-            raise SystemExit(f"error: {path.parent} {problem}") from None
-        except (KeyError, TypeError):
-            raise SystemExit(f"error: {path} is no record of the study") from None
+            raise SystemExit(f"error: {run_dirs.shown(path.parent)} {problem}") from None
+        try:
+            write(record, path.with_suffix(""))
+        except run_dirs.DAMAGED:
+            raise SystemExit(f"error: {run_dirs.shown(path)} is no record of the study") from None
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_dirs.start(main)

@@ -8,13 +8,14 @@ their text; rows that a record lacks are called not measured. A test runs --chec
 refuses numbers of speed outside of the regions. CleanRL's returns are its documentation's.
 """
 
-import json
 import re
 import statistics
 import sys
+from typing import NamedTuple
 
 import numpy as np
-from run_dirs import ROOT, ROWS, as_markdown, make_parser, processor, short
+import run_dirs
+from run_dirs import ROOT, ROWS, as_markdown, processor, short, shown
 
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -40,8 +41,16 @@ for algorithm, name in ON_WORLDS:
     LEARNED.append((f"{algorithm} on MuJoCo's worlds", [f"{name}_baseline", name], ""))
 
 
+READ = []  # the records so far: what is lacking, the last one lacks
+
+
 def record(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    path = RESULTS / f"{name}.json"
+    READ.append(path)
+    try:
+        return run_dirs.read_json(path)
+    except ValueError as problem:
+        raise SystemExit(f"error: {shown(RESULTS)} {problem}") from None
 
 
 def with_range(spread: dict, middle: str = "mean") -> str:
@@ -185,30 +194,55 @@ def learning() -> str:
     heading = ["environment", "algorithm", "steps", "baseline", "minutes", "variant", "minutes"]
     table = [[*heading, "elsewhere"]]
     for algorithm, names, elsewhere in LEARNED:
-        runs = [run for name in names for run in record(f"{name}_cpu")["runs"]]
-        steps = (runs[0].get("eval_returns") or runs[0]["episodic_returns"])[-1][0]
-        line = [runs[0]["config"]["args"]["env_id"], algorithm, f"{steps:,}"]
+        runs = []
+        for name in names:
+            runs += map(reached, record(f"{name}_cpu")["runs"])
+        steps = runs[0].steps
+        line = [runs[0].env_id, algorithm, f"{steps:,}"]
         for variant in (False, True):
-            of_one = [run for run in runs if ("compile" in run["config"]["args"]) == variant]
+            of_one = [run for run in runs if run.variant == variant]
             line += learned(of_one, steps) if of_one else ["-", "-"]
         table.append([*line, elsewhere])
     return f"{as_markdown(table, labels=2)}\n"
 
 
-def learned(runs: list[dict], steps: int) -> list[str]:
+class Reached(NamedTuple):
+    """What is told of a run."""
+
+    env_id: str
+    variant: bool
+    steps: int
+    evaluated: float | None  # the last return of an evaluation
+    trained: float  # the mean of the last episodes in training
+    minutes: int
+    made: float  # steps in these minutes: of a run that was resumed there is only the first part
+
+
+def reached(run: dict) -> Reached:
+    args = run["config"]["args"]
+    evaluated = run.get("eval_returns")
+    steps, *_ = (evaluated or run["episodic_returns"])[-1]
+    part = run["stages"]
+    seconds = part["wall_seconds"]
+    return Reached(
+        env_id=str(args["env_id"]),
+        variant="compile" in args,
+        steps=steps,
+        evaluated=float(evaluated[-1][1]) if evaluated else None,
+        trained=float(run["mean_return_last_10"]),
+        minutes=round(seconds / 60),
+        made=seconds * (part["sps"] if "sps" in part else part["sps_inclusive"]),  # the oldest
+    )
+
+
+def learned(runs: list[Reached], steps: int) -> list[str]:
     """Returns after so many steps, from five runs on their mean and its 95% interval; minutes."""
     from curves import bootstrap
 
-    evaluated = all(run.get("eval_returns") for run in runs)
-    ends = []
-    minutes = []
-    whole = True  # of a run that was resumed there is only the first part
-    for run in runs:
-        ends.append(run["eval_returns"][-1][1] if evaluated else run["mean_return_last_10"])
-        part = run["stages"]
-        speed = part["sps"] if "sps" in part else part["sps_inclusive"]  # of the oldest records
-        whole = whole and part["wall_seconds"] * speed > 0.99 * steps
-        minutes.append(round(part["wall_seconds"] / 60))
+    evaluated = None not in [run.evaluated for run in runs]
+    ends = [run.evaluated if evaluated else run.trained for run in runs]
+    minutes = [run.minutes for run in runs]
+    whole = all(run.made > 0.99 * steps for run in runs)
     said = ", ".join(map(short, ends))
     if len(ends) >= 5:
         low, high = bootstrap(np.array(ends)[:, None])
@@ -271,12 +305,15 @@ def filled(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
+    parser = run_dirs.make_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
     path = ROOT / "README.md"
     text = path.read_text()
-    new = filled(text)
+    try:
+        new = filled(text)
+    except run_dirs.DAMAGED as problem:
+        raise SystemExit(f"error: {shown(READ[-1])} lacks something: {problem!r}") from None
     if options.check:
         if new != text:
             print("README.md differs from the records: python plots/readme.py", file=sys.stderr)
@@ -286,4 +323,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_dirs.start(main)

@@ -27,40 +27,46 @@ def rows_of(series: run_dirs.Series | None) -> list[list]:
 
 
 def record_of(run_dir: Path) -> dict:
-    """Config, stages and returns of a run."""
+    """Config, stages and returns of a run; ValueError says what it lacks."""
+    run = run_dirs.read_part(run_dir, 0)
+    if not run.stages:
+        raise ValueError(run.missing)
     series = run_dirs.read_series(run_dir, [RETURN, EVALUATED])
     if RETURN not in series:
-        raise SystemExit(f"error: {run_dirs.shown(run_dir)} has logged no episodic return")
+        raise ValueError("has logged no episodic return")
     here = run_dirs.this_machine()
     here["load_average"] = None  # what it was then, nobody knows
-    config = run_dirs.read_config(run_dir)
+    config = run.config
     if not run_dirs.differences(config, here):
         config = run_dirs.read_config(run_dir, machine=here)
     return {
         "run": run_dir.name,
         "mean_return_last_10": statistics.fmean(series[RETURN].values[-10:]),
         "config": config,
-        "stages": run_dirs.read_report(run_dir / "stages.json"),
+        "stages": run.stages,
         "episodic_returns": rows_of(series[RETURN]),
         "eval_returns": rows_of(series.get(EVALUATED)),
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__)
-    parser.add_argument("record", type=Path)
-    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("record", type=run_dirs.stem)
+    parser.add_argument("runs", **run_dirs.OPTIONS["runs"])
     parser.add_argument("--note", default="")
-    args = parser.parse_args()
-    try:
-        runs = [record_of(run_dir) for run_dir in args.runs]
-    except ValueError as problem:
-        raise SystemExit(f"error: {problem}") from None
+    args = parser.parse_args(arguments)
+    runs = []
+    for run_dir in dict.fromkeys(args.runs):
+        try:
+            runs.append(record_of(run_dir))
+        except ValueError as problem:
+            raise SystemExit(f"error: {run_dirs.shown(run_dir)} {problem}") from None
     record = json.dumps({"note": args.note, "runs": runs}, indent=1) + "\n"
     args.record.write_text(record.replace(f"{run_dirs.ROOT}/", ""))  # no folders of a machine
     for run in runs:
         print(f"{run['run']}: mean of the last 10 returns {run['mean_return_last_10']:,.1f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_dirs.start(main)

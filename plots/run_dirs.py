@@ -1,7 +1,8 @@
 """Reads the directories that the scripts leave in runs/: what every program here starts from.
 
-A run is a directory with config.json, stages.json and TensorBoard files. Whatever else lies beside
-it, or is damaged, empty or half written, is passed over with its name and the reason.
+A run is a directory with config.json, stages.json and TensorBoard files; one that was killed has no
+stages.json. Whatever else lies beside it, or is damaged, empty or half written, is passed over with
+its name and the reason.
 """
 
 import argparse
@@ -11,13 +12,17 @@ import logging
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from traces import CPU_LAYERS, read_trace
@@ -35,21 +40,90 @@ ROWS = {  # name -> flags of the variant; the baseline is another file
 FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
 FREE_ARGS |= {"wandb_entity", "stopwatch", "resume"}
 SPEED = "charts/SPS"  # of TensorBoard
-OPTIONS = {  # of several programs
-    "runs": {"type": Path, "nargs": "+"},
-    "--out": {"type": Path, "default": ROOT / "plots/out", "help": "folder of the report"},
-    "--rounds": {"type": int, "default": 3},
-    "--steps": {"type": int, "help": "environment steps per run"},
+# what reading a file raises that holds something else than it should
+DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError)
+
+
+# The command line: types of arguments, and what all programs have
+
+
+def real(text: str | Path) -> Path:
+    """A path without links: by its name a run is told from others."""
+    if not str(text):
+        raise argparse.ArgumentTypeError("is empty, as where a variable of the shell is not set")
+    return Path(os.path.realpath(text))
+
+
+def count(text: str, most: int = 10**12) -> int:
+    """How many of something."""
+    with suppress(ValueError):
+        if 0 < int(text) <= most:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
+
+
+few = functools.partial(count, most=1000)
+
+
+def folder(text: str | Path) -> Path:
+    """A folder to write to: whether one can shows now and not after hours of measurements."""
+    path = real(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as problem:
+        raise argparse.ArgumentTypeError(f"{text}: {problem.strerror}") from None
+    return path
+
+
+def stem(text: str) -> Path:
+    """What the names of files to write begin with."""
+    path = Path(text)
+    if not path.name:
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
+    return folder(path.parent) / path.name
+
+
+OPTIONS = {  # of several programs; a default that is text is converted as well
+    "runs": {"type": real, "nargs": "+"},
+    "--out": {"type": folder, "default": str(ROOT / "plots/out"), "help": "folder of the report"},
+    "--rounds": {"type": few, "default": 3},
+    "--seeds": {"type": few, "help": "runs per row"},
+    "--steps": {"type": count, "help": "environment steps per run"},
 }
 
 
-def make_parser(doc: str, *options: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """In one line; the usage, which may be ten, is in --help."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def make_parser(doc: str, *options: str) -> Parser:
     """A parser whose --help is the program's docstring, with these of `OPTIONS`."""
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=doc, formatter_class=plain)
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in options:
         parser.add_argument(name, **OPTIONS[name])
     return parser
+
+
+def start(main: Callable[[], int], interrupted: str = "interrupted") -> None:
+    """Calls `main` and exits; SIGTERM ends it as Ctrl-C does, and a full disk is one line."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        try:
+            status = main()
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\n{interrupted}", file=sys.stderr)
+        status = 130
+    except OSError as problem:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        if not isinstance(problem, BrokenPipeError):  # then nobody reads on, as in "| head -1"
+            print(f"error: {problem}", file=sys.stderr)
+        status = 1
+    sys.exit(status)
 
 
 @dataclass
@@ -58,7 +132,7 @@ class Run:
 
     path: Path
     config: dict
-    stages: dict
+    stages: dict  # empty if it was killed
     missing: str = ""  # to its end
 
     @property
@@ -88,6 +162,8 @@ class Run:
     @functools.cached_property
     def trace(self) -> dict | None:
         """The reduced trace, None without one; ValueError if its file is damaged."""
+        if not self.stages:
+            raise ValueError(self.missing)
         return read_trace(self.path, self.stages)
 
     @property
@@ -109,7 +185,7 @@ class CleanRLRun(Run):
 
 def shown(path: Path) -> str:
     """`path` as seen from the repository, so that no record names a machine's folders."""
-    path = path.resolve()
+    path = real(path)
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
@@ -241,10 +317,10 @@ def read_json(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"has no {path.name}: killed, still running, or not a run") from None
+        raise ValueError(f"has no {path.name}") from None
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
-    except ValueError:  # not JSON, or not even text
+    except (ValueError, RecursionError):  # not JSON, or not even text
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is damaged")
@@ -312,12 +388,12 @@ def read_run(path: Path, whole: bool = True) -> Run:
             problems.append(ValueError(run.missing))
         else:
             ended = True
-        if ended and run.stages["sps_steady"]:
+        if ended and run.stages.get("sps_steady"):
             run.missing = ""
             return run
         begun.append(run)
     if begun and not whole:
-        steady = [run for run in begun if run.stages["sps_steady"]]
+        steady = [run for run in begun if run.stages.get("sps_steady")]
         return steady[0] if steady else begun[0]
     if problems:
         raise problems[0]
@@ -329,10 +405,16 @@ def read_part(path: Path, before: int) -> Run:
     suffix = f"_{before}.json" if before else ".json"
     try:
         config = read_config(path, suffix)
-        run = Run(path, config, read_report(path / f"stages{suffix}"))
-        run.row, run.script, run.env_id, run.hardware  # noqa: B018  they read what they need
         args = config["args"]
-        report = run.stages
+        run = Run(path, config, {})
+        " ".join([run.row, run.script, run.env_id, run.hardware, *describe(machine([config]))])
+        try:
+            report = read_json(path / f"stages{suffix}")
+        except ValueError as problem:
+            run.missing = f"{problem}: killed or still running"
+            return run
+        check_numbers(report, f"stages{suffix}:")
+        run.stages = report
         steps = before + round(report["sps"] * report["wall_seconds"])
         round(report["sps_steady"] or 0)
         dict(report.get("stages") or {})
@@ -350,15 +432,20 @@ def read_part(path: Path, before: int) -> Run:
 def find_runs(paths: list[Path]) -> list[Path]:
     """The directories at or below `paths` that may be runs, in the order in which they were made.
 
-    What holds no file of a run is searched; of a sweep's variant only its last attempt.
+    What holds no file of a run is searched, once, whatever links lead there; of a sweep's variant
+    only its last attempt.
     """
     found = set()
-    left = [path for path in paths if path.is_dir()]
+    searched = set()
+    left = [real(path) for path in paths if path.is_dir()]
     files = ("config.json", "stages.json", "events.out.tfevents.*")
     while left:
         path = left.pop()
+        if path in searched:
+            continue
+        searched.add(path)
         pattern = "runs/*" if (path / "variant.json").exists() else "[!.]*"
-        below = [each for each in path.glob(pattern) if each.is_dir()]
+        below = [real(each) for each in path.glob(pattern) if each.is_dir()]
         if below and not any(any(path.glob(name)) for name in files):
             left += below
         else:
@@ -393,8 +480,8 @@ class Series:
     values: np.ndarray  # (n,)
 
 
-def read_series(path: Path, tags: list[str]) -> dict[str, Series]:
-    """Those of the metrics `tags` that the TensorBoard files in `path` hold, up to any damage."""
+def read_series(path: Path, tags: list[str] | None = None) -> dict[str, Series]:
+    """Those of the metrics `tags`, or all, in the TensorBoard files in `path`, up to any damage."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -404,7 +491,8 @@ def read_series(path: Path, tags: list[str]) -> dict[str, Series]:
         start = events.FirstEventTimestamp()
     except Exception:  # none there, or none of TensorBoard's: it raises many kinds
         return found
-    for tag in set(tags) & set(events.Tags()["scalars"]):
+    there = set(events.Tags()["scalars"])
+    for tag in there if tags is None else there & set(tags):
         rows = events.Scalars(tag)
         found[tag] = Series(
             steps=np.array([row.step for row in rows], dtype=float),

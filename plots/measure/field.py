@@ -275,9 +275,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings = ALGORITHMS[options.algorithm]
     options.steps = options.steps or settings.steps
-    options.minutes = options.minutes or settings.minutes
+    options.minutes = settings.minutes if options.minutes is None else options.minutes
     if options.steps <= settings.steady_after:
         parser.error(f"--steps {options.steps}: the first {settings.steady_after} are warm-up")
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: must be above 0")
     if options.worker:
         work(options)
         return 0

@@ -200,9 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": results,
         "failures": failures,
     }
-    status = rounds.report("growth", ["Growth", "HalfCheetah-v5"], table, record, options)
     draw(rows, options.out / "growth")
-    return status
+    return rounds.report("growth", ["Growth", "HalfCheetah-v5"], table, record, options)
 
 
 if __name__ == "__main__":

@@ -131,9 +131,9 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out")
+    parser = run_dirs.make_parser(__doc__, "--out", "--seeds")
+    parser.set_defaults(seeds=3)
     parser.add_argument("--only", default="*", metavar="GLOB", help="of every 'SCRIPT ROW'")
-    parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args(arguments)
     cuda = run_dirs.this_machine()["gpu"] is not None
     jobs = plan(options, cuda)

@@ -23,6 +23,7 @@ import tqdm
 
 PLOTS = Path(__file__).resolve().parents[1]
 sys.path += [str(PLOTS), str(PLOTS.parent)]
+import run_dirs  # noqa: E402
 from run_dirs import ROOT, Run, read_run, shown, this_machine  # noqa: E402
 
 # The command line
@@ -40,19 +41,7 @@ def call(program: str, options: argparse.Namespace, *names: str) -> str:
 
 def start(main: Callable[[], int]) -> None:
     """Calls `main` and exits; Ctrl-C, SIGTERM and a closed pipe end the running child as well."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        try:
-            status = main()
-        finally:
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("\ninterrupted; the runs so far are in runs/", file=sys.stderr)
-        status = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
-        status = 1
-    sys.exit(status)
+    run_dirs.start(main, "interrupted; the runs so far are in runs/")
 
 
 # One run
@@ -135,7 +124,10 @@ def run_directory(log: Path) -> Path:
 
 
 def read_logged(log: Path, whole: bool = True) -> Run:
-    return read_run(run_directory(log), whole)
+    run = read_run(run_directory(log), whole)
+    if not run.stages:
+        raise ValueError(run.missing)
+    return run
 
 
 def read_log(status: int | None, log: Path, what: str, read=read_logged):

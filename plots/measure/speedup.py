@@ -27,9 +27,11 @@ with what each run printed. Exit status 1 if a run failed; the others count neve
 
 import argparse
 import fnmatch
+import io
 import re
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -216,7 +218,7 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     jobs = make_jobs(scripts, rows, options.seeds or seeds, length, options.steps)
     jobs += make_jobs(scripts, rows, 1, "traced")  # soon after the run whose speed counts
     jobs.sort(key=lambda job: (job.seed, scripts.index(job.script), rows.index(job.row)))
-    only = options.only or "*"
+    only = "*" if options.only is None else options.only
     return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
 
 
@@ -296,13 +298,13 @@ def write_table(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--steps")
+    parser = run_dirs.make_parser(__doc__, "--out", "--steps", "--seeds")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}; minutes")
     what.add_argument("--full", action="store_true", help="every script at full length")
-    what.add_argument("--table-only", nargs="+", type=Path, metavar="RUNS_DIR", help="run nothing")
+    folders = run_dirs.OPTIONS["runs"]
+    what.add_argument("--table-only", metavar="RUNS_DIR", help="run nothing", **folders)
     parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
-    parser.add_argument("--seeds", type=int, help="runs per row (quick: 1, full: 3)")
     options = parser.parse_args(arguments)
 
     failures: list[str] = []
@@ -314,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
         for line in skipped:
             print(f"skipped: {line}", file=sys.stderr)
         if not runs:
-            parser.error(f"no finished runs in {', '.join(map(str, options.table_only))}")
+            parser.error(f"no finished runs in {', '.join(map(shown, options.table_only))}")
     else:
         here = this_machine()
         jobs = plan(options, here["gpu"] is not None)
@@ -334,8 +336,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"these runs make no table: {reason}; name those that belong together")
     if runs:
         rows = summarize(timed(runs), protocol_rows(options))
-        write_table(runs, rows, failures, protocol, call, options.out)
-        draw_figures(runs, rows, options.out)
+        with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
+            write_table(runs, rows, failures, protocol, call, options.out)
+            draw_figures(runs, rows, options.out)
+        print(said.getvalue(), end="")
     return processes.say_failures(failures)
 
 
