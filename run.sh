@@ -1,7 +1,15 @@
 #!/usr/bin/env bash
 # The front door: sets up what is missing, then measures or tests. `bash run.sh --help` explains.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# To the checkout, also where a link in some other folder was called; not all have readlink -f.
+self=${BASH_SOURCE[0]}
+while [[ -L $self ]]; do
+    link=$(readlink "$self")
+    [[ $link == /* ]] || link=$(dirname -- "$self")/$link
+    self=$link
+done
+CDPATH='' cd -P -- "$(dirname -- "$self")"
 
 usage() {
     cat <<'END'
@@ -62,11 +70,15 @@ make_venv() {
         return
     fi
     if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
-        [[ $PWD != *" "* ]] || say "a space in $PWD: torch.compile cannot build there"
+        [[ ! -e $folder || -d $folder ]] || die "$PWD/$folder is no folder: move it away"
+        mkdir -p "$folder" 2>/dev/null && [[ -w $folder ]] ||
+            die "cannot write to $PWD/$folder: activate an environment that is somewhere else"
         base=$(find_python)
+        "$base" -c 'import ensurepip' 2>/dev/null ||
+            die "$base cannot make an environment (Debian, Ubuntu: apt install python3-venv)"
+        [[ $PWD != *" "* ]] || say "a space in $PWD: torch.compile cannot build there"
         say "making $folder with $("$base" --version)"
-        "$base" -m venv --clear "$folder" ||
-            die "could not make $folder (Debian, Ubuntu: apt install python3-venv)"
+        "$base" -m venv --clear "$folder" || die "could not make $folder; the reason is above"
     fi
     install "$folder/bin/python" "${@/#/--requirement=}"
     echo "$stamps" >"$folder/installed" # last, so that an interrupted set-up starts over

@@ -2,18 +2,28 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
+import ablation
 import breakdown
+import cross_stack
 import curves
+import devices
 import env_report
+import env_scaling
+import field
+import growth
 import numpy as np
+import overhead
 import pytest
 import readme
 import record
 import run_dirs
+import speedup
 from conftest import ROOT
 from fake_runs import (
     SCRIPT,
@@ -161,8 +171,7 @@ def test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be(tmp_path, mo
     here = machine()
     here["versions"]["torch"] = torch
     monkeypatch.setattr(run_dirs, "this_machine", lambda: here)
-    monkeypatch.setattr(sys, "argv", ["record.py", str(tmp_path / "r.json"), str(path)])
-    record.main()
+    record.main([str(tmp_path / "r.json"), str(path)])
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert run["config"]["cpu"]["model"] == ("Abacus" if torch == "2.13.0" else None)
     assert run["config"]["versions"]["torch"] == "2.13.0"
@@ -174,23 +183,129 @@ def test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be(tmp_path, mo
     assert last[2] - first[2] == pytest.approx(19)  # seconds
 
 
-def test_what_is_no_run_makes_no_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["record.py", str(tmp_path / "r.json"), str(tmp_path)])
-    with pytest.raises(SystemExit, match="has logged no episodic return"):
-        record.main()
-    write_events(tmp_path, [("charts/episodic_return", 50, 1, 1.0)])
-    with pytest.raises(SystemExit, match="error: has no config.json"):
-        record.main()
+def test_what_is_no_run_makes_no_record(tmp_path):
+    """The line names the run and its file; named twice, and by a link, a run is there once."""
+    path = make_run(tmp_path, 1, config(), stages(80))
+
+    def lines(*runs):
+        with pytest.raises(SystemExit) as end:
+            record.main([str(tmp_path / "new/r.json"), *map(str, runs)])
+        return end.value.code
+
+    assert lines(path) == f"error: {path} has logged no episodic return"
+    write_events(path, [("charts/episodic_return", 50, 1, 1.0)])
+    for file in ("config.json", "stages.json", "machine.json"):
+        whole = (path / file).read_bytes()
+        for content in (b"", whole[:30], b"[1]", b"null", b"\xff", b"[" * 10**5):
+            (path / file).write_bytes(content)
+            said = lines(path)
+            assert said.startswith(f"error: {path} {file} is damaged") and "\n" not in said
+        (path / file).write_bytes(whole)
+    for broken in ({}, {"args": 3}, config() | {"versions": 3}, config(env_id=None)):
+        (path / "config.json").write_text(json.dumps(broken))
+        assert lines(path) == f"error: {path} holds the files of some other program"
+    (path / "config.json").unlink()
+    assert lines(path) == f"error: {path} has no config.json"
+    (path / "config.json").write_text(json.dumps(config()))
+    (tmp_path / "link").symlink_to(path)
+    assert record.main([str(tmp_path / "new/r.json"), str(path), str(tmp_path / "link")]) == 0
+    (run,) = json.loads((tmp_path / "new/r.json").read_text())["runs"]
+    assert run["run"] == path.name
 
 
 @pytest.mark.parametrize("key", ["sps", "sps_inclusive"])
 def test_minutes_are_of_whole_runs_by_old_records_and_new_ones(key):
     def made(steps):
         part = {"wall_seconds": 600.0, key: steps / 600}
-        return {"mean_return_last_10": 7.0, "stages": part}
+        run = {"mean_return_last_10": 7.0, "stages": part, "config": config()}
+        return readme.reached(run | {"episodic_returns": [[steps, 7.0, 600.0]]})
 
     assert readme.learned([made(1000)], 1000) == ["7 in training", "10"]
     assert readme.learned([made(1000), made(500)], 1000) == ["7, 7 in training", "-"]
+
+
+RECORDS = {  # region: a record of it, and what that may lack
+    "speedup": ("speedup_cpu", "rows"),
+    "field": ("td3_field_cpu", "rounds"),
+    "learning": ("ppo_halfcheetah_1m_baseline_cpu", "runs"),
+    "tricks": ("td3_ablation_cpu", "rows"),
+    "growth": ("growth_cpu", "table"),
+    "overhead": ("overhead_cpu", "rows"),
+    "environments": ("env_scaling_cpu", "bytes_per_second"),
+    "devices": ("devices_continuous_cpu", "machine"),
+}
+
+
+def test_a_damaged_record_is_named(tmp_path, monkeypatch):
+    """In one line, as the one that is not there, and nothing is written."""
+    shutil.copytree(ROOT / "plots/results", tmp_path / "r", ignore=shutil.ignore_patterns("*.png"))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path / "r")
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    for region, (name, key) in RECORDS.items():
+        text = f"<!-- record: {region} -->\n<!-- end -->"
+        (tmp_path / "README.md").write_text(text)
+        path = tmp_path / f"r/{name}.json"
+        whole = path.read_text()
+        lacking = json.loads(whole)
+        del lacking[key]
+        contents = ["", whole[:-100], "[1]", json.dumps(lacking), None]
+        for content in (*contents, json.dumps(lacking | {key: None})):
+            path.unlink() if content is None else path.write_text(content)
+            with pytest.raises(SystemExit) as end:
+                readme.main([])
+            said = end.value.code
+            assert f"{name}.json" in said and said.startswith("error: ") and "\n" not in said
+        path.write_text(whole)
+        assert (tmp_path / "README.md").read_text() == text
+    path = tmp_path / "r/env_scaling_cpu.json"
+    for content in ("", "{", "[]", "{}", '{"rows": 3}', json.dumps(lacking)):
+        path.write_text(content)
+        with pytest.raises(SystemExit, match="error: .*env_scaling_cpu.json is"):
+            env_report.main([str(path)])
+
+
+def one_line(capsys, main, *arguments):
+    """What a program says to these arguments, which it refuses."""
+    try:
+        status = main([*map(str, arguments)])
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr().err
+    assert status in (1, 2) and said.count("\n") == 1, said
+    return said
+
+
+def test_arguments_that_cannot_be_meant_are_one_line(runs, tmp_path, capsys):
+    """Before anything is read or run; what is made is a folder at most."""
+    (tmp_path / "file").write_text("")
+    logged = "but charts/SPS, charts/episodic_return"
+    for flags, said in {
+        ("--metric", "no/such"): f"no figure: no run has logged 'no/such', {logged}",
+        ("--x", "no/such"): f"no figure: no run has logged 'no/such', {logged}",
+        ("--metric", "charts/SPS", "--x", ""): f"no figure: no run has logged '', {logged}",
+        ("--last", "-1"): "--last: '-1' is no whole number from 1",
+        ("--last", "0"): "--last: '0' is no whole number from 1",
+        ("--band", "no"): "--band: invalid choice",
+        ("--where", "seed=9"): "error: no such runs in",
+    }.items():
+        assert said in one_line(capsys, curves.main, runs, "--out", tmp_path / "c", *flags)
+    measure = (ablation, devices, env_scaling, field, growth, overhead, speedup)
+    for program in (curves, breakdown, *measure):
+        first = ("--quick",) if program is speedup else ()
+        first = (runs,) if program in (curves, breakdown) else first
+        for out in ("", tmp_path / "file/x/y", "/proc/x/y"):
+            assert "argument --out: " in one_line(capsys, program.main, *first, "--out", out)
+        for flag in {ablation: ("--steps", "--rounds"), speedup: ("--seeds",)}.get(program, ()):
+            for value in ("0", "-1", "x", 10**13):
+                said = one_line(capsys, program.main, *first, flag, value)
+                assert f"{flag}: '{value}' is no whole number from 1 to" in said
+    assert "--only ''" in one_line(capsys, speedup.main, "--quick", "--only", "")
+    assert "--minutes nan" in one_line(capsys, field.main, "--minutes", "nan")
+    assert "--minutes 0" in one_line(capsys, field.main, "--minutes", "0")
+    assert "record: " in one_line(capsys, record.main, tmp_path / "file/r.json", runs)
+    for program in (curves, breakdown, cross_stack):
+        assert "runs: is empty" in one_line(capsys, program.main, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "file"}
 
 
 def test_series_end_where_the_file_is_damaged(tmp_path):
@@ -288,18 +403,54 @@ def test_curves_of_real_files(runs, tmp_path, capsys):
     assert rows == {line: (15.5 + 31) / 2 for line in ("baseline", "compile", "CleanRL")}
 
 
-def test_interrupted_runs_have_curves_and_no_scores(runs, tmp_path, capsys):
-    for seed, found in enumerate((stages(80, steps=500), stages(None, None, steps=100)), start=3):
-        path = make_run(runs, 10 * seed, config(seed=seed), found)
+def test_interrupted_runs_have_curves_and_no_scores(runs, tmp_path, capsys, monkeypatch):
+    """Named, counted apart, and with a cross at their ends; kill -9 leaves no stages.json."""
+    found = (stages(80, steps=500), stages(None, None, steps=100), None, stages(80))
+    for seed, made in enumerate(found, start=3):
+        path = make_run(runs, 10 * seed, config(seed=seed), made)
         write_events(path, events(seed, 1)[:10])
-    add_part(path, 100, None)  # resumed, then killed
+        if seed == 4:
+            add_part(path, 100, None)  # resumed, then killed
+    (path / "stages.json").write_text("")  # the disk was full
+    drawn = []
+    save = curves.save
+    monkeypatch.setattr(curves, "save", lambda *given: drawn.append(given[0]) or save(*given))
     assert curves.main([str(runs), "--out", str(tmp_path / "c")]) == 0
-    said = capsys.readouterr().err
-    assert "interrupted: " in said and "stopped after 500 of 1000 steps" in said
-    assert "stopped after 100 of 1000 steps" in said and "skipped" not in said
-    assert "baseline (n=4)" in (tmp_path / "c_learning.svg").read_text()
+    said = capsys.readouterr().err.splitlines()
+    reasons = {
+        30: "stopped after 500 of 1000 steps",
+        40: "has no stages_100.json: killed or still running",
+        50: "has no stages.json: killed or still running",
+        60: "stages.json is damaged: killed or still running",
+    }
+    assert len(said) == len(reasons)
+    for line, (number, reason) in zip(said, reasons.items(), strict=True):
+        assert line.startswith("interrupted: ") and line.endswith(f"__{number} {reason}")
+    text = (tmp_path / "c_learning.svg").read_text()
+    assert "baseline (n=6, 4 interrupted)" in text and "compile (n=2)" in text
+    steps, seconds = drawn[0].axes
+    crosses = [line for line in steps.lines if line.get_marker() == "x"]
+    assert [line.get_xdata()[-1] for line in crosses] == [250] * 4
+    assert sum(line.get_marker() == "x" for line in seconds.lines) == 4
     rows = json.loads((tmp_path / "c_scores.json").read_text())
     assert [row["runs"] for row in rows] == [2, 2]
+    whole, skipped = run_dirs.read_runs([runs])
+    assert len(whole) == 4 and len(skipped) == 4, "no table counts them"
+
+
+def test_a_run_counts_once_whatever_leads_to_it(runs, tmp_path, monkeypatch, capsys):
+    """Links to folders above and to runs, a path written in two ways, a folder and its run."""
+    one = min(runs.iterdir())
+    (runs / "again").symlink_to(runs)
+    (runs / "best").symlink_to(one)
+    (tmp_path / "linked").symlink_to(runs)
+    monkeypatch.chdir(tmp_path)
+    ways = [runs, "runs", "linked", "linked/again/best", one, tmp_path / "runs/../linked"]
+    found, skipped = run_dirs.read_runs([*map(Path, ways)])
+    assert len(found) == 4 and not skipped
+    assert curves.main([*map(str, ways), "--out", str(tmp_path / "c")]) == 0
+    text = (tmp_path / "c_learning.svg").read_text()
+    assert "baseline (n=2)" in text and "compile (n=2)" in text
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback(runs, tmp_path):
@@ -436,8 +587,6 @@ def test_choices_of_the_command(sweep_runs, tmp_path, capsys):
     text = out.with_name("s_learning.svg").read_text()
     assert "num_minibatches=10" in text and "standard deviation" in text
     assert "wall-clock" in text and "environment steps" not in text
-    assert curves.main([str(sweep_runs), "--metric", "no/such", "--out", str(out)]) == 0
-    assert "no figure: these runs have no no/such" in capsys.readouterr().err
     for words, why in (("seed=9", "no such runs"), ("a=1", "no run has a setting 'a'")):
         assert curves.main([str(sweep_runs), "--where", words, "--out", str(out)]) == 2
         assert why in capsys.readouterr().err

@@ -267,6 +267,55 @@ def test_a_failing_step_stops_with_the_reason(clone, tmp_path):
     assert "called" not in done.stdout
 
 
+def test_links_lead_to_the_checkout(clone, tmp_path):
+    """A link to run.sh, a link to that one, and a linked folder; CDPATH leads nowhere else."""
+    root, python = clone
+    python.write_text('#!/usr/bin/env bash\n[[ $1 != -m ]] || echo "in $PWD"\n')
+    python.chmod(0o755)
+    (tmp_path / "other place/requirements").mkdir(parents=True)
+    (tmp_path / "other place/run").symlink_to(root / "run.sh")
+    (tmp_path / "run").symlink_to("other place/run")
+    (tmp_path / "requirements").symlink_to(root)
+    env = {"VIRTUAL_ENV": str(python.parents[1]), "CDPATH": str(tmp_path / "other place")}
+    for script in ("other place/run", "run", tmp_path / "run", "requirements/run.sh"):
+        done = bash(script, "test", cwd=tmp_path, **env)
+        assert done.stdout == f"in {root.resolve()}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("a file", ".venv is no folder: move it away"),
+        ("a dangling link", "cannot write to"),
+        ("read-only", "cannot write to"),
+        ("no ensurepip", "apt install python3-venv"),
+        ("a full disk", "the reason is above"),
+    ],
+)
+def test_what_keeps_an_environment_from_being_made_is_named(clone, tmp_path, wrong, said):
+    """python3-venv helps in one case of these only."""
+    root, _ = clone
+    fakes = {"python3": 'case "$*" in *ensurepip*) exit 0 ;; *venv*) exit 1 ;; esac'}
+    if wrong == "a file":
+        (root / ".venv").write_text("")
+    elif wrong == "a dangling link":
+        (root / ".venv").symlink_to("gone/gone")
+    elif wrong == "read-only":
+        fakes["mkdir"] = "echo mkdir: read-only >&2; exit 1"  # the tests may run as root
+    elif wrong == "no ensurepip":
+        fakes["python3"] = 'case "$*" in *ensurepip*) exit 1 ;; esac'
+    (tmp_path / "tools").mkdir()
+    for name, script in fakes.items():
+        (tmp_path / "tools" / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / "tools" / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path / 'tools'}:{os.environ['PATH']}"}
+    done = bash(root / "run.sh", "test", VIRTUAL_ENV="", CONDA_PREFIX="", **env)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and said in last and last.startswith("run.sh: ")
+    assert wrong == "a full disk" or done.stderr.count("\n") == 1
+    assert (wrong == "no ensurepip") == ("python3-venv" in done.stderr)
+
+
 def test_an_environment_without_python_is_named(tmp_path):
     done = bash("run.sh", "test", VIRTUAL_ENV=str(tmp_path / "gone"))
     assert done.returncode == 1 and str(tmp_path / "gone") in done.stderr

@@ -9,13 +9,24 @@ import subprocess
 import sys
 import time
 
+import breakdown
+import curves
 import overhead
 import processes
 import pytest
 import run_dirs
 import speedup
 from conftest import ROOT
-from fake_runs import SCRIPT, config, machine, make_run, report, stages, write_events
+from fake_runs import (
+    SCRIPT,
+    config,
+    machine,
+    make_run,
+    make_traced_run,
+    report,
+    stages,
+    write_events,
+)
 
 
 @pytest.fixture
@@ -350,6 +361,62 @@ def test_a_closed_pipe_is_no_traceback():
         folder = ROOT / "plots/measure"
         done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
         assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("open('gone/x', 'w')", "error: [Errno 2] No such file or directory: 'gone/x'"),
+        ("print('x')", "error: [Errno 28] No space left on device"),
+    ],
+)
+def test_what_cannot_be_written_is_one_line(code, said):
+    command = [sys.executable, "-c", f"import run_dirs; run_dirs.start(lambda: {code})"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT / "plots", stdout=full, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (1, f"{said}\n")
+
+
+class Unread:
+    """A standard output of which nobody reads anything."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    flush = write
+
+
+def test_where_nobody_reads_all_is_written_first(runs, tmp_path, monkeypatch):
+    """As in `| head -1`: hours of runs are not in vain."""
+    traced = make_traced_run(runs, 900, config("compile", 3, stopwatch="trace"))
+    for path in runs.iterdir():
+        write_events(path, [("charts/episodic_return", k, k, 1.0 + k) for k in (500, 1000)])
+    write_events(traced, [("charts/SPS", 1000, 1, 1.0)])
+
+    def save(figure, stem):
+        stem.with_name(f"{stem.name}.png").touch()
+        return [stem]
+
+    monkeypatch.setattr(curves, "save", save)  # to draw takes seconds
+    monkeypatch.setattr(sys, "stdout", Unread())
+    with pytest.raises(BrokenPipeError):
+        speedup.main(["--table-only", str(runs), "--out", str(tmp_path / "out")])
+    names = ["speedup.json", "speedup.png", "curves_learning.png", "curves_scores.json"]
+    names += ["breakdown.json", "breakdown_stages.png"]
+    assert {name: (tmp_path / "out" / name).exists() for name in names} == dict.fromkeys(
+        names, True
+    )
+    with pytest.raises(BrokenPipeError):
+        breakdown.main([str(traced), "--out", str(tmp_path / "b")])
+    assert (tmp_path / "b_stages.png").exists()
+
+
+def test_a_run_that_was_killed_has_no_speed(tmp_path):
+    """Also where it might have been interrupted, as those are that end by time."""
+    path = make_run(tmp_path, 1, config(), None)
+    (tmp_path / "log").write_text(f"1.0 steps/s, {path}\n")
+    with pytest.raises(ValueError, match="has no stages.json: killed or still running"):
+        processes.read_logged(tmp_path / "log", whole=False)
 
 
 def test_speedups_are_drawn(tmp_path, runs):
