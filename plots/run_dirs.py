@@ -408,6 +408,7 @@ def read_part(path: Path, before: int) -> Run:
         args = config["args"]
         run = Run(path, config, {})
         " ".join([run.row, run.script, run.env_id, run.hardware, *describe(machine([config]))])
+        round(args["seed"])
         try:
             report = read_json(path / f"stages{suffix}")
         except ValueError as problem:
@@ -416,7 +417,8 @@ def read_part(path: Path, before: int) -> Run:
         check_numbers(report, f"stages{suffix}:")
         run.stages = report
         steps = before + round(report["sps"] * report["wall_seconds"])
-        round(report["sps_steady"] or 0)
+        if report["sps_steady"]:
+            round(report["sps_steady"] + report["warmup_seconds"])
         dict(report.get("stages") or {})
         if args.get("stopwatch") == "trace":  # the report ends where the trace begins
             speeds = read_series(path, [SPEED]).get(SPEED)

@@ -201,7 +201,13 @@ def test_what_is_no_run_makes_no_record(tmp_path):
             said = lines(path)
             assert said.startswith(f"error: {path} {file} is damaged") and "\n" not in said
         (path / file).write_bytes(whole)
-    for broken in ({}, {"args": 3}, config() | {"versions": 3}, config(env_id=None)):
+    for broken in (
+        {},
+        {"args": 3},
+        config() | {"versions": 3},
+        config(env_id=None),
+        config(seed=""),
+    ):
         (path / "config.json").write_text(json.dumps(broken))
         assert lines(path) == f"error: {path} holds the files of some other program"
     (path / "config.json").unlink()

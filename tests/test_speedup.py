@@ -105,6 +105,7 @@ def test_no_speedup_without_a_baseline(tmp_path, capsys):
         (stages(90, steps=500), "stopped after 500 of 1000 steps"),
         (stages(None), "no steady steps/s"),
         ({"some": 3}, "some other program"),
+        (stages(90) | {"warmup_seconds": None}, "some other program"),
     ],
 )
 def test_an_unfinished_run_is_named_and_does_not_count(runs, tmp_path, capsys, found, why):
