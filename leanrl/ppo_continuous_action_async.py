@@ -946,7 +946,6 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             torch.save(checkpoint, file)
 
     def __enter__(self):  # makes the run directory and opens its records
-        catch_signals()
         args = self.args
         resumed = args.resume is not None
         self.dir = Path(args.resume) if resumed else make_directory(args)
@@ -975,10 +974,18 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
                 sync_tensorboard=True,
             )
         self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
-        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step")
+        self.bar = tqdm.tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            disable=sys.stderr is None,  # it has been closed
+        )
+        self.caught = catch_signals()
+        threading.excepthook = print_unless_disk_is_full
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+        handlers |= dict.fromkeys(self.caught, signal.SIG_DFL)
         try:
             with suppress(OSError):  # the disk may be full
                 self.writer.close()
@@ -990,6 +997,8 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
                 signal.signal(number, handler)
         if kind is KeyboardInterrupt or kind is SystemExit and not error.code:
             raise SystemExit(f"interrupted after {self.step:,} steps")
+        if "allocate" in str(error):  # as PyTorch says on each device
+            raise SystemExit(f"step {self.step:,}: {error}".splitlines()[0])
 
     def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
         if self.step >= self.total_steps:
@@ -1022,10 +1031,11 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         self.watch.tick(self.step - self.start_step)
 
 
-def catch_signals():  # from now on, all of them are KeyboardInterrupt
-    for number in SIGNALS:
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-            signal.signal(number, signal.default_int_handler)
+def catch_signals():  # KeyboardInterrupt for all that are not ignored, as SIGHUP under nohup
+    caught = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, signal.default_int_handler)
+    return caught
 
 
 def parse_args(kind):  # with --resume, flags that are not given stay as they were
@@ -1050,12 +1060,20 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
     return found
 
 
+def print_unless_disk_is_full(failure):  # TensorBoard's thread has met it; `write` says so, too
+    if failure.exc_type is not OSError:
+        threading.__excepthook__(failure)
+
+
 def make_directory(args):  # runs/ENVIRONMENT__EXPERIMENT__SEED__SECOND; the first that is free
+    runs = Path("runs")
+    with one_line(runs):
+        runs.mkdir(exist_ok=True)
     for second in count(int(time.time())):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{second}"
-        path = Path("runs", re.sub(r"[^\w.-]", "_", name))
+        path = runs / re.sub(r"[^\w.-]", "_", name)
         with one_line(path), suppress(FileExistsError):
-            path.mkdir(parents=True)
+            path.mkdir()
             return path
 
 
