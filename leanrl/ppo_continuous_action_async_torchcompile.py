@@ -703,8 +703,9 @@ def main(args: Args) -> Path:
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
-    rollout = Rollout(args, obs_dim, action_dim, device)
-    slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
+    with one_line("--num-steps"):
+        rollout = Rollout(args, obs_dim, action_dim, device)
+        slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
     if run.checkpoint:
         run.restore(agent)
     # speed: the loop does not know what is compiled or captured

@@ -590,7 +590,8 @@ def main(args: Args) -> Path:
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
-    rollout = Rollout(args, obs_dim, action_dim, device)
+    with one_line("--num-steps"):
+        rollout = Rollout(args, obs_dim, action_dim, device)
     if run.checkpoint:
         run.restore(agent)
         set_statistics(envs, run.checkpoint["statistics"])
