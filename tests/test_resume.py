@@ -330,7 +330,7 @@ def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
         assert "moviepy" in stopped(baseline, env_id="Pendulum-v1", capture_video=True)
     assert not Path("runs").exists()
     Path("runs").write_text("")
-    assert re.search(r"^runs/.*: \[Errno 20\] Not a directory", stopped(baseline))
+    assert stopped(baseline) == "runs: [Errno 17] File exists: 'runs'"
     Path("runs").unlink()
 
     monkeypatch.setattr(time, "time", lambda: 1e9)
