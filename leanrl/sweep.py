@@ -24,9 +24,10 @@ In runs/GROUP/ID/ it leaves variant.json (script, parameters, command), status.j
 stdout.log, runs/ (the run itself) and attempts/ (what former attempts have left).
 
 A second launch skips what is finished, starts what waits, was stopped or lost with its launcher;
-what failed is named, and runs again with --retry-failed. One failure stops no other. Exit status 0
-if all variants are finished, 1 if one is not, 2 if the sweep makes no sense, 130 after Ctrl-C,
-which ends all runs on this machine first.
+what failed is named, and runs again with --retry-failed. One failure stops no other, nor does the
+end of who reads the output. Exit status 0 if all variants are finished, 1 if one is not, 2 if the
+sweep makes no sense or runs/ cannot be written, 130 after Ctrl-C, which ends all runs on this
+machine first.
 
 With --launcher ray the sweep becomes one job of the cluster, which asks for no resources, and every
 variant a task of it, which waits for --cpus-per-run and --gpus-per-run. Ray ships the code. If the
@@ -62,23 +63,44 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
 GRACE = 20  # seconds that a run has to close its files
 POLL = 0.05  # seconds between two looks at the running ones
+LONGEST = 10_000  # bytes of a value: Linux takes 128 KiB as one word, and 2 MiB as all
+LEAST = {"workers": 1, "max_variants": 1, "gpus_per_run": 0, "cpus_per_run": 0}
 
 
 class SweepError(Exception):
     """Something the user can mend, in one line."""
 
 
-def expand(params: dict) -> list[dict]:
-    """Every combination of `params` {name: list, or function of others -> list}, in their order."""
+def say(text: str, end: str = "\n", file=None) -> bool:
+    """Prints -> whether it could. Output that is lost ends no run, whoever was to read it."""
+    file = file or sys.stdout
+    try:
+        print(text, end=end, file=file, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # for what Python still holds
+        if not isinstance(error, BrokenPipeError):  # a full disk
+            say(f"error: output is lost: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def expand(params: dict, scripts: int = 1, most: float = math.inf) -> list[dict]:
+    """Every combination of `params` {name: list, or function of others -> list}, in their order.
+
+    SweepError, before they are made, if `scripts` times as many are more than `most`.
+    """
     if not isinstance(params, dict) or not params:
         raise SweepError("params must be a dict with at least one parameter")
     needs = {}
+    number = scripts
     for name, values in params.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise SweepError(f"{name!r} is no name of a parameter")
         needs[name] = []
         if callable(values):
             needs[name] += inspect.signature(values).parameters
+        else:
+            number *= len(values_of(name, values, {}))
         for need in needs[name]:
             if need not in params:
                 raise SweepError(f"{name} needs {need!r}, which is no parameter")
@@ -92,6 +114,10 @@ def expand(params: dict) -> list[dict]:
         for variant in variants:
             inputs = {need: variant[need] for need in needs[name]}
             values = values_of(name, params[name], inputs)
+            if scripts * (len(longer) + len(values)) > most:
+                if any(map(callable, params.values())):
+                    number = f"more than {most}"
+                raise SweepError(f"{number} variants, {most} at most; --max-variants allows more")
             longer += [variant | {name: value} for value in values]
         variants = longer
     return [{name: variant[name] for name in params} for variant in variants]
@@ -106,15 +132,22 @@ def values_of(name: str, values, inputs: dict) -> list:
             raise SweepError(f"{name}: its function fails: {error!r}") from None
     if not isinstance(values, list) or not values:
         raise SweepError(f"{name} is {values!r}, not a list with at least one value")
-    for i, value in enumerate(values):
+    seen = set()
+    for value in values:
         if not isinstance(value, bool | int | float | str | None):
             raise SweepError(f"{name} has {value!r}: only numbers, text, True, False and None")
+        try:
+            word = str(value).encode()
+        except ValueError as error:  # half of a surrogate pair, thousands of digits
+            raise SweepError(f"{name} has a value that is no text: {error}") from None
+        if len(word) > LONGEST:
+            raise SweepError(f"{name} has a value of {len(word)} bytes, {LONGEST} at most")
         infinite = isinstance(value, float) and not math.isfinite(value)
-        if infinite or "\0" in str(value):
+        if infinite or b"\0" in word:
             raise SweepError(f"{name} has {value!r}, which is not finite or has a zero byte")
-        alike = [other for other in values[:i] if type(other) is type(value)]
-        if value in alike:
+        if (type(value), value) in seen:
             raise SweepError(f"{name} has {value!r} twice")
+        seen.add((type(value), value))
     return values
 
 
@@ -133,27 +166,48 @@ def load(path: Path, most: int) -> list["Variant"]:
     if not isinstance(scripts, list):
         scripts = [scripts]
     for script in values_of("script", scripts, {}):
-        if not isinstance(script, str) or not (ROOT / script).is_file():
+        path = Path(os.path.realpath(ROOT / str(script)))  # behind all links
+        if os.path.isabs(str(script)) or ROOT not in path.parents or not path.is_file():
             raise SweepError(f"script {script!r}: no such file in the repository")
-    variants = []
-    for script in scripts:
-        variants += [Variant(group, script, params) for params in expand(names["params"])]
-    if len(variants) > most:
-        raise SweepError(f"{len(variants)} variants, {most} at most; --max-variants allows more")
-    return variants
+    combinations = expand(names["params"], len(scripts), most)
+    return [Variant(group, script, params) for script in scripts for params in combinations]
 
 
-class Variant:
+class Record:
+    """A variant as its folder in runs/ shows it, whatever has become of the files there."""
+
+    def __init__(self, folder: Path, command: str):
+        self.id = folder.name
+        self.name = f"{folder.parent.name}/{folder.name}"
+        self.folder = folder.resolve()
+        self.command = command
+
+    @property
+    def status(self) -> dict:
+        path = self.folder / "status.json"
+        status = read_json(path, {"state": str, "started": float, "ended": float})
+        return {"state": "damaged", "why": f"{path} is damaged"} if status is None else status
+
+    @property
+    def state(self) -> str:
+        """waiting, running, stopping, finished, failed, stopped, damaged, or lost by its launcher."""
+        state = self.status.get("state", "unknown")
+        if state in ("running", "stopping"):
+            with suppress(SweepError, OSError), lock(self.folder.parent, fcntl.LOCK_SH):
+                return "lost"
+        return state
+
+    def update(self, **changes) -> None:
+        write_json(self.folder / "status.json", self.status | changes)
+
+
+class Variant(Record):
     """One combination: a script and its parameters."""
 
     def __init__(self, group: str, script: str, params: dict, runs: Path = RUNS):
         self.group = group
         self.script = script
         self.params = params
-        text = json.dumps([script, sorted(params.items())])
-        self.id = hashlib.sha256(text.encode()).hexdigest()[:10]
-        self.name = f"{group}/{self.id}"
-        self.folder = (runs / self.name).resolve()
         self.flags = []  # each a single word, whatever the value holds
         for name, value in params.items():
             flag = name.replace("_", "-")
@@ -161,31 +215,31 @@ class Variant:
                 self.flags.append(f"--{flag}" if value else f"--no-{flag}")
             else:
                 self.flags.append(f"--{flag}={value}")
-        self.command = shlex.join(["python", script, *self.flags])
-
-    @property
-    def status(self) -> dict:
-        with suppress(FileNotFoundError):
-            return json.loads((self.folder / "status.json").read_text())
-        return {}
-
-    @property
-    def state(self) -> str:
-        """waiting, running, stopping, finished, failed, stopped, or lost with its launcher."""
-        state = self.status.get("state", "unknown")
-        if state in ("running", "stopping"):
-            with suppress(SweepError), lock(self.folder.parent, fcntl.LOCK_SH):
-                return "lost"
-        return state
-
-    def update(self, **changes) -> None:
-        write_json(self.folder / "status.json", self.status | changes)
+        text = json.dumps([script, sorted(params.items())])
+        folder = runs / group / hashlib.sha256(text.encode()).hexdigest()[:10]
+        super().__init__(folder, shlex.join(["python", script, *self.flags]))
 
     def enqueue(self) -> None:
         put_away(self.folder)
         about = {"script": self.script, "params": self.params, "command": self.command}
         write_json(self.folder / "variant.json", about)
         write_json(self.folder / "status.json", {"state": "waiting"})
+
+
+def read_json(path: Path, kinds: dict) -> dict | None:
+    """The object in a file, {} if there is no file, None if it is damaged.
+
+    What it has of the names in `kinds` {name: type} must be of that type.
+    """
+    try:
+        content = json.loads(path.read_text())
+        if all(isinstance(content.get(name, kind()), kind) for name, kind in kinds.items()):
+            return content
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError):
+        pass
+    return None
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -215,7 +269,7 @@ def lock(folder: Path, kind: int = fcntl.LOCK_EX):
     file = (folder / ".lock").open("a")
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise SweepError(f"{folder.name} has a launcher at work already") from None
     return file
 
@@ -277,7 +331,7 @@ def run_all(todo: list[Variant], workers: list[dict], root: Path) -> None:
                     deadline = time.monotonic() + GRACE
                 if deadline or child.poll() is not None:
                     del running[slot]
-                    print(f"{finish(variant, child, deadline)}: {variant.name}", flush=True)
+                    say(f"{finish(variant, child, deadline)}: {variant.name}")
             time.sleep(POLL)
     except BaseException:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -346,7 +400,7 @@ def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
     for job in client.list_jobs():
         sweep = (job.metadata or {}).get("sweep")
         if sweep == options.group and not job.status.is_terminal():
-            print(f"job {job.submission_id} is at work already: following it", flush=True)
+            say(f"job {job.submission_id} is at work already: following it")
             return follow(client, job.submission_id)
     if not options.yes and not confirm(f"Launch {len(todo)} variants on {client.get_address()}?"):
         raise SweepError("nothing launched")
@@ -364,7 +418,7 @@ def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
         metadata={"sweep": options.group},
         runtime_env={"working_dir": str(ROOT), "excludes": [".git", "runs"]},
     )
-    print(f"job {name}, on {client.get_address()}", flush=True)
+    say(f"job {name}, on {client.get_address()}")
     follow(client, name)
 
 
@@ -373,11 +427,11 @@ def follow(client, name: str) -> None:
 
     async def tail():
         async for said in client.tail_job_logs(name):
-            print(said, end="", flush=True)
+            say(said, end="")
 
     asyncio.run(tail())
     job = client.get_job_info(name)
-    print(f"job {name} {job.status.value.lower()}: {job.message}")
+    say(f"job {name} {job.status.value.lower()}: {job.message}")
 
 
 def drive(options: argparse.Namespace) -> int:
@@ -398,7 +452,7 @@ def drive(options: argparse.Namespace) -> int:
                     state = ray.get(each)
                 except ray.exceptions.RayError as error:  # its worker died, again and again
                     state = f"lost ({getattr(error, 'cause', error)!r})"
-                print(f"{len(variants) - len(waiting)}/{len(variants)} {state}: {name}", flush=True)
+                say(f"{len(variants) - len(waiting)}/{len(variants)} {state}: {name}")
             for each, variant in waiting.items():
                 if variant.status.get("state") == "stopped":  # it may wait for a GPU that costs
                     ray.cancel(each)
@@ -432,26 +486,35 @@ def run_task(variant: Variant, spec: dict) -> str:
 
 def confirm(question: str) -> bool:
     """Asks; Enter and y mean yes, the end of input means no."""
+    say(f"{question} [Y/n] ", end="")
     try:
-        answer = input(f"{question} [Y/n] ")
+        answer = input()
     except EOFError:
         return False
     return answer.strip().lower() in ("", "y", "yes")
 
 
 def run(options: argparse.Namespace) -> int:
+    for name, least in LEAST.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            flag = name.replace("_", "-")
+            raise SweepError(f"--{flag} {value}: a finite number, at least {least}")
     variants = load(options.sweep, options.max_variants)
     options.group = variants[0].group
     if options.dry_run:
-        print(f"{len(variants)} variants", *(variant.command for variant in variants), sep="\n")
-        return 0
+        commands = [variant.command for variant in variants]
+        return int(not say("\n".join([f"{len(variants)} variants", *commands])))
     if options.storage:
         sync(options)
     on_ray = options.launcher == "ray"
     with nullcontext() if on_ray else lock(RUNS / options.group):
         over = ("finished",) if options.retry_failed else ("finished", "failed")
         todo = [variant for variant in variants if variant.status.get("state") not in over]
-        print(f"{len(variants)} variants, {len(variants) - len(todo)} done before", flush=True)
+        say(f"{len(variants)} variants, {len(variants) - len(todo)} done before")
+        for variant in todo:
+            if variant.state == "damaged":
+                say(f"{variant.status['why']}: runs again")
         if on_ray and todo:
             launch_on_ray(todo, options)
         elif not on_ray:
@@ -464,22 +527,22 @@ def run(options: argparse.Namespace) -> int:
     states = [variant.state for variant in variants]
     again = "; --retry-failed runs what failed once more" if "failed" in states else ""
     counts = [f"{count} {state}" for state, count in Counter(states).items()]
-    print(", ".join(counts) + again)
+    say(", ".join(counts) + again)
     for variant, state in zip(variants, states, strict=True):
         if state != "finished":
-            print(f"{state}: {variant.name}  {variant.command}")
+            say(f"{state}: {variant.name}  {variant.command}")
             with suppress(OSError, IndexError):  # it has said nothing
                 said = (variant.folder / "stdout.log").read_text(errors="replace")
-                print(f"    {said.splitlines()[-1]}")
+                say(f"    {said.splitlines()[-1]}")
     return int(set(states) != {"finished"})
 
 
-def known(prefix: str) -> list[Variant]:
+def known(prefix: str) -> list[Record]:
     """The variants in runs/ whose GROUP/ID or ID starts so."""
     found = []
     for path in sorted(RUNS.glob("*/*/variant.json")):
-        about = json.loads(path.read_text())
-        found.append(Variant(path.parts[-3], about["script"], about["params"]))
+        about = read_json(path, {"command": str}) or {}
+        found.append(Record(path.parent, about.get("command", f"{path} is damaged")))
     return [each for each in found if each.name.startswith(prefix) or each.id.startswith(prefix)]
 
 
@@ -488,7 +551,9 @@ def jobs(options: argparse.Namespace) -> int:
         status = variant.status
         now = time.time()
         seconds = status.get("ended", now) - status.get("started", now)
-        print(f"{variant.name}  {variant.state:8} {seconds:8.0f} s  {variant.command}")
+        command = status.get("why", variant.command)
+        if not say(f"{variant.name}  {variant.state:8} {seconds:8.0f} s  {command}"):
+            return 1
     return 0
 
 
@@ -500,9 +565,9 @@ def logs(options: argparse.Namespace) -> int:
     with (found[0].folder / "stdout.log").open(errors="replace", newline="") as log:
         while True:
             over = found[0].state not in ("running", "stopping")  # before the last look at it
-            print(log.read(), end="", flush=True)
-            if over or not options.follow:
-                return 0
+            heard = say(log.read(), end="")
+            if over or not options.follow or not heard:
+                return int(not heard)
             time.sleep(POLL)
 
 
@@ -512,9 +577,10 @@ def stop(options: argparse.Namespace) -> int:
     found = [variant for variant in found if variant.state in ("waiting", "running")]
     if not found:
         raise SweepError(f"nothing that runs or waits is called {options.prefix!r}...")
-    print(*(f"{variant.name}  {variant.command}" for variant in found), sep="\n")
+    for variant in found:
+        say(f"{variant.name}  {variant.command}")
     if not options.yes and not confirm(f"Stop {len(found)}?"):
-        print("nothing stopped")
+        say("nothing stopped")
         return 1
     for variant in found:
         told = {"waiting": "stopped", "running": "stopping"}.get(variant.state)
@@ -537,7 +603,7 @@ def sync(options: argparse.Namespace) -> int:
         if name not in finished:
             (RUNS / name).mkdir(parents=True, exist_ok=True)
             fs.copy_files(each.path, str(RUNS / name), storage, fs.LocalFileSystem())
-            print(f"fetched {name}")
+            say(f"fetched {name}")
     return 0
 
 
@@ -551,7 +617,7 @@ def main(words: list[str] | None = None) -> int:
     one.add_argument("--retry-failed", action="store_true", help="run what failed once more")
     one.add_argument("--max-variants", type=int, default=20, help="refuse more")
     one.add_argument("--gpus-per-run", type=float, help="0.25: four runs share a GPU")
-    one.add_argument("--workers", type=int, choices=range(1, 1000), metavar="N", help="at a time")
+    one.add_argument("--workers", type=int, help="at a time")
     one.add_argument("--launcher", choices=("local", "ray"), default="local")
     one.add_argument("--address", default="auto", help="Ray: of the cluster")
     one.add_argument("--cpus-per-run", type=float, default=1, help="Ray: cores of a run")
@@ -576,11 +642,11 @@ def main(words: list[str] | None = None) -> int:
     calls = {function.__name__: function for function in functions}
     try:
         return calls[options.command](options)
-    except (SweepError, ConnectionError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (SweepError, OSError, ImportError) as error:  # no ray, runs/ is read-only
+        say(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
+        say("interrupted; the same command goes on", file=sys.stderr)
         return 130
 
 

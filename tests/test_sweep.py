@@ -61,13 +61,39 @@ def test_what_makes_no_sense_is_refused_in_one_line():
         ({"a": [float("-inf")]}, "finite"),
         ({"a": [1, 1]}, "1 twice"),
         ({"a": ["a\0b"]}, "zero byte"),
+        ({"a": ["x" * 300_000]}, "a has a value of 300000 bytes"),  # no process would start
+        ({"a": ["\ud800"]}, "a has a value that is no text"),
+        ({"a": [10**5000]}, "a has a value that is no text"),
         ({"a b": [1]}, "no name"),
         ({3: [1]}, "no name"),
     ]:
         with pytest.raises(sweep.SweepError, match=why) as error:
             sweep.expand(params)
-        assert "\n" not in str(error.value)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 200
     assert len(sweep.expand({"a": ["nan", "inf", "infinity"]})) == 3  # they are words
+
+
+def test_variants_are_counted_before_they_are_made():
+    """10**10 and more, which would take all memory, and a list that is long by itself."""
+    many, ten = list(range(100_000)), list(range(10))
+    calls = []
+
+    def of(a):
+        calls.append(a)
+        return ten
+
+    for params, scripts, number in [
+        ({"a": many, "b": many}, 1, "10000000000 variants"),
+        ({f"p{i}": ten for i in range(30)}, 2, f"{2 * 10**30} variants"),
+        ({"a": ten, "b": of, "c": many}, 1, "more than 20 variants"),
+        ({"a": ten, "b": of}, 3, "more than 20 variants"),
+        ({"a": ten}, 3, "30 variants"),
+    ]:
+        with pytest.raises(sweep.SweepError, match=f"^{number}, 20 at most") as error:
+            sweep.expand(params, scripts, 20)
+        assert "--max-variants" in str(error.value)
+    assert len(calls) < 20
+    assert len(sweep.expand({"a": [1, 2], "b": of}, 1, 20)) == 20
 
 
 def test_true_and_one_are_two_values():
@@ -141,6 +167,8 @@ from pathlib import Path
 flags = dict(w[2:].split("=", 1) if "=" in w else (w[2:], True) for w in sys.argv[1:])
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 print("started", flush=True)
+if "dies" in flags:
+    os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(float(flags.get("sleep", 0)))
 while "until" in flags and not Path(flags["until"]).exists():
     time.sleep(0.02)
@@ -224,6 +252,79 @@ def test_a_failure_stops_no_other_and_is_named(place):
     attempts = list((place / "runs/study").glob("*/attempts/1/stdout.log"))
     assert len(attempts) == 3 and "what went wrong" in attempts[0].read_text()
     call("run", path, check=0)
+
+
+def test_a_run_that_a_signal_killed_has_failed(place):
+    """As one is that has taken all memory: its exit status is below 0."""
+    done = call("run", write_sweep(place, {"dies": [True]}), check=1)
+    assert states(place) == ["failed"] and "1 failed; --retry-failed" in done.stdout
+    (path,) = (place / "runs/study").glob("*/status.json")
+    assert json.loads(path.read_text())["exit_status"] == -signal.SIGKILL
+    assert "1 done before" in call("run", place / "study.py", check=1).stdout
+
+
+def test_the_runs_go_on_when_nobody_reads(place):
+    """`| head -n 1`, and a terminal or a log file that takes no more."""
+    mended = str(place / "mended")
+    path = write_sweep(
+        place, {"n": [1, 2, 3], "until": [str(place / "now")], "fails": ["/", mended]}
+    )
+    launcher = launch(path)
+    assert launcher.stdout.readline() == "6 variants, 0 done before\n"
+    launcher.stdout.close()
+    (place / "now").touch()
+    assert launcher.wait(timeout=PATIENCE) == 1  # three have failed
+    assert launcher.stderr.read() == ""
+    assert states(place) == ["failed"] * 3 + ["finished"] * 3
+
+    command = [sys.executable, "leanrl/sweep.py", "run", "study.py", "--retry-failed"]
+    (place / "mended").touch()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and states(place) == ["finished"] * 6
+    assert "No space left" in done.stderr and len(done.stderr.splitlines()) == 1
+
+    # 2>&1 | head, then Ctrl-C: its status is not lost either.
+    path = write_sweep(place, {"n": [1], "sleep": [600.0]})
+    command = [sys.executable, "leanrl/sweep.py", "run", path]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_until(lambda: len(alive(place)) == 1)
+    launcher.stdout.close()
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=PATIENCE) == 130 and not alive(place)
+
+
+DAMAGE = ["", "{", "[]", "null", "3", '{"state": 3, "command": 3}', "\xff"]
+DAMAGE.append('{"state": "finished", "started": "early", "command": null}')
+
+
+def test_damaged_records_are_named_and_the_others_listed(place):
+    path = write_sweep(place, {"n": list(range(2 * len(DAMAGE) + 3))})
+    call("run", path, "--workers", 4, check=0)
+    folders = sorted((place / "runs/study").glob("[0-9a-f]*"))
+    damaged = []
+    for i, folder in enumerate(folders[:-3]):
+        damaged.append(folder / ("variant.json", "status.json")[i % 2])
+        damaged[-1].write_bytes(DAMAGE[i // 2].encode("latin-1"))
+    damaged.append(folders[-3] / "status.json")
+    damaged[-1].unlink()
+    damaged[-1].mkdir()
+    lines = call("jobs", check=0).stdout.splitlines()
+    assert len(lines) == len(folders)
+    for path, line in zip(damaged, lines, strict=False):
+        assert str(path.relative_to(place)) in line
+        assert (" damaged " in line) == (path.name == "status.json")
+    assert all("finished" in line and "python leanrl/x.py --n=" in line for line in lines[-2:])
+    for folder in folders[:2]:
+        assert call("logs", folder.name, check=0).stdout == "started\n"
+    assert "nothing that runs" in call("stop", "study", "--yes", check=2).stderr
+
+    said = call("run", "study.py", "--workers", 4, check=0).stdout
+    broken = [path for path in damaged if path.name == "status.json"]
+    assert said.count("runs again") == len(broken)
+    assert all(f"{path.parent.name}/status.json" in said for path in broken)
+    assert states(place) == ["finished"] * len(folders)
+    assert len(list((place / "runs/study").glob("*/attempts/1/runs/the_run"))) == len(broken)
 
 
 def test_what_a_variant_leaves(place):
@@ -365,10 +466,20 @@ def test_jobs_and_logs_and_stop(place):
 
 def test_a_sweep_that_makes_no_sense_is_one_line(place, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "ROOT", place)
+    (place.parent / "x.py").touch()
+    (place / "leanrl/out.py").symlink_to(place.parent / "x.py")
+    (place / "leanrl/round.py").symlink_to(place / "leanrl/round.py")
     for text, why in {
         "params = {'a': [1]}": "must assign script and params",
         "script = 'leanrl/x.py'": "must assign script and params",
+        "": "must assign script and params",
         "script = 'leanrl/gone.py'\nparams = {'a': [1]}": "no such file",
+        f"script = {str(place / 'leanrl/x.py')!r}\nparams = {{'a': [1]}}": "in the repository",
+        "script = '/etc/passwd'\nparams = {'a': [1]}": "no such file in the repository",
+        "script = '../x.py'\nparams = {'a': [1]}": "no such file in the repository",
+        "script = 'leanrl/out.py'\nparams = {'a': [1]}": "no such file in the repository",
+        "script = 'leanrl/round.py'\nparams = {'a': [1]}": "no such file in the repository",
+        "raise ValueError('two\\nlines')": "two lines",
         "script = 'leanrl/x.py'\nparams = {'a': 1}": "not a list",
         "script = ": "invalid syntax (bad.py, line 1)",
         "1 / 0": "bad.py: ZeroDivisionError",
@@ -386,7 +497,48 @@ def test_a_sweep_that_makes_no_sense_is_one_line(place, monkeypatch, capsys):
     assert not (place / "runs").exists()
     (place / "bad.py").write_text("import sys\nsys.exit(0)")
     assert "bad.py: SystemExit" in call("run", "bad.py", check=2).stderr
-    call("run", "bad.py", "--workers", "0", check=2)
+
+    write_sweep(place, {"a": [1]})
+    for flag, value, least in [
+        ("--workers", "0", 1),
+        ("--workers", "-3", 1),
+        ("--max-variants", "-1", 1),
+        ("--gpus-per-run", "nan", 0),
+        ("--gpus-per-run", "inf", 0),
+        ("--cpus-per-run", "-1", 0),
+    ]:
+        assert sweep.main(["run", "study.py", flag, value]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {flag} {value}")
+        assert f"at least {least}" in error and len(error.splitlines()) == 1
+    assert not (place / "runs").exists()
+
+
+def test_runs_that_cannot_be_written_are_one_line(place, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "ROOT", place)
+    write_sweep(place, {"a": [1]})
+    (place / "runs").mkdir()
+    (place / "runs/study").write_text("a file")
+    assert sweep.main(["run", "study.py"]) == 2
+    errors = [capsys.readouterr().err]
+    shutil.rmtree(place / "runs")
+    (place / "runs").write_text("a file")
+    assert sweep.main(["run", "study.py"]) == 2
+    errors.append(capsys.readouterr().err)
+    (place / "runs").unlink()
+    (place / "runs").symlink_to("/sys")  # not even root may make folders there
+    assert sweep.main(["run", "study.py"]) == 2
+    errors.append(capsys.readouterr().err)
+    assert all("runs/study'" in error and len(error.splitlines()) == 1 for error in errors)
+
+
+def test_storage_that_is_no_address_is_one_line(place, monkeypatch, capsys):
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(sweep, "ROOT", place)
+    write_sweep(place, {"a": [1]})
+    assert sweep.main(["run", "study.py", "--storage", "no address"]) == 2
+    error = capsys.readouterr().err
+    assert "--storage no address" in error and len(error.splitlines()) == 1
 
 
 def test_the_template_of_a_cluster_is_one():
