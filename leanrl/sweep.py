@@ -65,6 +65,7 @@ GRACE = 20  # seconds that a run has to close its files
 POLL = 0.05  # seconds between two looks at the running ones
 LONGEST = 10_000  # bytes of a value: Linux takes 128 KiB as one word, and 2 MiB as all
 LEAST = {"workers": 1, "max_variants": 1, "gpus_per_run": 0, "cpus_per_run": 0}
+MOST = 100_000  # of each of these options
 
 
 class SweepError(Exception):
@@ -72,7 +73,7 @@ class SweepError(Exception):
 
 
 def say(text: str, end: str = "\n", file=None) -> bool:
-    """Prints -> whether it could. Output that is lost ends no run, whoever was to read it."""
+    """Prints `text` -> whether that worked. A reader who has gone or a full disk ends no run."""
     file = file or sys.stdout
     try:
         print(text, end=end, file=file, flush=True)
@@ -176,21 +177,23 @@ def load(path: Path, most: int) -> list["Variant"]:
 class Record:
     """A variant as its folder in runs/ shows it, whatever has become of the files there."""
 
-    def __init__(self, folder: Path, command: str):
+    def __init__(self, folder: Path):
         self.id = folder.name
-        self.name = f"{folder.parent.name}/{folder.name}"
+        self.name = f"{folder.parent.name}/{self.id}"
         self.folder = folder.resolve()
-        self.command = command
+        path = folder / "variant.json"
+        self.command = read_json(path, command=str).get("command", f"damaged: {path}")
 
     @property
     def status(self) -> dict:
-        path = self.folder / "status.json"
-        status = read_json(path, {"state": str, "started": float, "ended": float})
-        return {"state": "damaged", "why": f"{path} is damaged"} if status is None else status
+        return read_json(self.folder / "status.json", state=str, started=float, ended=float)
 
     @property
     def state(self) -> str:
-        """waiting, running, stopping, finished, failed, stopped, damaged, or lost by its launcher."""
+        """waiting, running, stopping, finished, failed, stopped, or lost with its launcher.
+
+        Or damaged, with the name of the file that says nothing about it any more.
+        """
         state = self.status.get("state", "unknown")
         if state in ("running", "stopping"):
             with suppress(SweepError, OSError), lock(self.folder.parent, fcntl.LOCK_SH):
@@ -216,8 +219,8 @@ class Variant(Record):
             else:
                 self.flags.append(f"--{flag}={value}")
         text = json.dumps([script, sorted(params.items())])
-        folder = runs / group / hashlib.sha256(text.encode()).hexdigest()[:10]
-        super().__init__(folder, shlex.join(["python", script, *self.flags]))
+        super().__init__(runs / group / hashlib.sha256(text.encode()).hexdigest()[:10])
+        self.command = shlex.join(["python", script, *self.flags])
 
     def enqueue(self) -> None:
         put_away(self.folder)
@@ -226,20 +229,21 @@ class Variant(Record):
         write_json(self.folder / "status.json", {"state": "waiting"})
 
 
-def read_json(path: Path, kinds: dict) -> dict | None:
-    """The object in a file, {} if there is no file, None if it is damaged.
+def read_json(path: Path, **kinds: type) -> dict:
+    """The object in the file, {} if there is no file; if it is damaged, a state that names it.
 
-    What it has of the names in `kinds` {name: type} must be of that type.
+    What the object has under the names of `kinds` must be of these types.
     """
     try:
         content = json.loads(path.read_text())
-        if all(isinstance(content.get(name, kind()), kind) for name, kind in kinds.items()):
-            return content
+        for name, kind in kinds.items():
+            if not isinstance(content.get(name, kind()), kind):
+                raise ValueError(name)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError):
-        pass
-    return None
+        return {"state": f"damaged: {path}"}
+    return content
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -352,8 +356,7 @@ def gpus() -> list[str]:
     command = ["nvidia-smi", "-L"]
     with suppress(OSError, subprocess.CalledProcessError):
         listed = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
-        count = len(re.findall("^GPU ", listed, re.MULTILINE))
-        return [str(i) for i in range(count)]
+        return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
     return []
 
 
@@ -366,8 +369,7 @@ def slots(workers: int | None, gpus_per_run: float | None, found: list[str]) -> 
     if gpus_per_run is None:
         shares = found or [""]
         if workers:
-            turns = range(workers)
-            shares = [shares[i % len(shares)] for i in turns]
+            shares *= workers
     elif not 0 < gpus_per_run <= len(found) or gpus_per_run > 1 and gpus_per_run % 1:
         raise SweepError(f"--gpus-per-run {gpus_per_run}: this machine has {len(found)} GPUs")
     elif gpus_per_run < 1:
@@ -497,14 +499,14 @@ def confirm(question: str) -> bool:
 def run(options: argparse.Namespace) -> int:
     for name, least in LEAST.items():
         value = getattr(options, name)
-        if value is not None and not least <= value < math.inf:
+        if value is not None and not least <= value <= MOST:
             flag = name.replace("_", "-")
-            raise SweepError(f"--{flag} {value}: a finite number, at least {least}")
+            raise SweepError(f"--{flag} {value}: it must be at least {least}, at most {MOST}")
     variants = load(options.sweep, options.max_variants)
     options.group = variants[0].group
     if options.dry_run:
-        commands = [variant.command for variant in variants]
-        return int(not say("\n".join([f"{len(variants)} variants", *commands])))
+        say("\n".join([f"{len(variants)} variants", *(each.command for each in variants)]))
+        return 0
     if options.storage:
         sync(options)
     on_ray = options.launcher == "ray"
@@ -513,8 +515,8 @@ def run(options: argparse.Namespace) -> int:
         todo = [variant for variant in variants if variant.status.get("state") not in over]
         say(f"{len(variants)} variants, {len(variants) - len(todo)} done before")
         for variant in todo:
-            if variant.state == "damaged":
-                say(f"{variant.status['why']}: runs again")
+            if "damaged" in variant.state:
+                say(f"{variant.state}; it runs again")
         if on_ray and todo:
             launch_on_ray(todo, options)
         elif not on_ray:
@@ -541,9 +543,10 @@ def known(prefix: str) -> list[Record]:
     """The variants in runs/ whose GROUP/ID or ID starts so."""
     found = []
     for path in sorted(RUNS.glob("*/*/variant.json")):
-        about = read_json(path, {"command": str}) or {}
-        found.append(Record(path.parent, about.get("command", f"{path} is damaged")))
-    return [each for each in found if each.name.startswith(prefix) or each.id.startswith(prefix)]
+        record = Record(path.parent)
+        if record.name.startswith(prefix) or record.id.startswith(prefix):
+            found.append(record)
+    return found
 
 
 def jobs(options: argparse.Namespace) -> int:
@@ -551,9 +554,7 @@ def jobs(options: argparse.Namespace) -> int:
         status = variant.status
         now = time.time()
         seconds = status.get("ended", now) - status.get("started", now)
-        command = status.get("why", variant.command)
-        if not say(f"{variant.name}  {variant.state:8} {seconds:8.0f} s  {command}"):
-            return 1
+        say(f"{variant.name}  {variant.state:8} {seconds:8.0f} s  {variant.command}")
     return 0
 
 
@@ -597,7 +598,10 @@ def sync(options: argparse.Namespace) -> int:
 
     here = known(options.group)
     finished = [variant.name for variant in here if variant.state == "finished"]
-    storage, there = fs.FileSystem.from_uri(f"{options.storage}/{options.group}")
+    try:
+        storage, there = fs.FileSystem.from_uri(f"{options.storage}/{options.group}")
+    except ValueError as error:
+        raise SweepError(f"--storage {options.storage}: {error}") from None
     for each in storage.get_file_info(fs.FileSelector(there, allow_not_found=True)):
         name = f"{options.group}/{each.base_name}"
         if name not in finished:
@@ -642,7 +646,7 @@ def main(words: list[str] | None = None) -> int:
     calls = {function.__name__: function for function in functions}
     try:
         return calls[options.command](options)
-    except (SweepError, OSError, ImportError) as error:  # no ray, runs/ is read-only
+    except (SweepError, OSError) as error:  # runs/ is read-only, nobody is at --address
         say(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
