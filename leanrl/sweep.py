@@ -167,8 +167,8 @@ def load(path: Path, most: int) -> list["Variant"]:
     if not isinstance(scripts, list):
         scripts = [scripts]
     for script in values_of("script", scripts, {}):
-        path = Path(os.path.realpath(ROOT / str(script)))  # behind all links
-        if os.path.isabs(str(script)) or ROOT not in path.parents or not path.is_file():
+        path = Path(os.path.realpath(f"{ROOT}/{script}"))  # behind all links
+        if ROOT not in path.parents or not path.is_file():
             raise SweepError(f"script {script!r}: no such file in the repository")
     combinations = expand(names["params"], len(scripts), most)
     return [Variant(group, script, params) for script in scripts for params in combinations]
@@ -369,7 +369,7 @@ def slots(workers: int | None, gpus_per_run: float | None, found: list[str]) -> 
     if gpus_per_run is None:
         shares = found or [""]
         if workers:
-            shares *= workers
+            shares = shares * workers
     elif not 0 < gpus_per_run <= len(found) or gpus_per_run > 1 and gpus_per_run % 1:
         raise SweepError(f"--gpus-per-run {gpus_per_run}: this machine has {len(found)} GPUs")
     elif gpus_per_run < 1:

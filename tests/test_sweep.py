@@ -285,10 +285,16 @@ def test_the_runs_go_on_when_nobody_reads(place):
     assert "No space left" in done.stderr and len(done.stderr.splitlines()) == 1
 
     # 2>&1 | head, then Ctrl-C: its status is not lost either.
-    path = write_sweep(place, {"n": [1], "sleep": [600.0]})
+    path = write_sweep(place, {"n": [1], "sleep": [600.0]}, name="other")
     command = [sys.executable, "leanrl/sweep.py", "run", path]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     wait_until(lambda: len(alive(place)) == 1)
+    (log,) = (place / "runs/other").glob("*/stdout.log")
+    wait_until(log.read_text)
+    command = [sys.executable, "leanrl/sweep.py", "logs", "-f", "other"]
+    with open("/dev/full", "w") as full:  # here there is nothing to go on for
+        done = subprocess.run(command, stdout=full, stderr=full, timeout=PATIENCE)
+    assert done.returncode == 1 and len(alive(place)) == 1
     launcher.stdout.close()
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(timeout=PATIENCE) == 130 and not alive(place)
@@ -466,6 +472,7 @@ def test_jobs_and_logs_and_stop(place):
 def test_a_sweep_that_makes_no_sense_is_one_line(place, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "ROOT", place)
     (place.parent / "x.py").touch()
+    (place / "leanrl/y.py").touch()
     (place / "leanrl/out.py").symlink_to(place.parent / "x.py")
     (place / "leanrl/round.py").symlink_to(place / "leanrl/round.py")
     for text, why in {
@@ -484,6 +491,9 @@ def test_a_sweep_that_makes_no_sense_is_one_line(place, monkeypatch, capsys):
         "1 / 0": "bad.py: ZeroDivisionError",
         "import sys\nsys.exit(0)": "bad.py: SystemExit",
         "script = 'leanrl/x.py'\ngroup = '../x'\nparams = {'a': [1]}": "only letters, digits",
+        "script = 'leanrl/x.py'\n"
+        "params = dict(a=list(range(10**5)), b=list(range(10**5)))": "10000000000 variants",
+        "script = ['leanrl/x.py', 'leanrl/y.py']\nparams = {'a': list(range(11))}": "22 variants",
         "script = 'leanrl/x.py'\nparams = {'a': list(range(21))}": "21 variants, 20 at most",
     }.items():
         (place / "bad.py").write_text(text)
