@@ -739,6 +739,8 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
 ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"""
+AT_MOST = {"gamma": 1, "gae_lambda": 1, "tau": 1}
+AT_MOST |= dict.fromkeys(("num_envs", "num_steps", "batch_size"), 1e7)
 
 
 class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
@@ -867,12 +869,15 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         self.stage = self.watch.stage
 
     def restore(self, agent):  # networks, optimizers and generators of the checkpoint
-        agent.load_state_dict(self.checkpoint["agent"])
-        for optimizer, state in zip(agent.optimizers, self.checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # rates are flags
-        cpu_state, *gpu_states = self.checkpoint["generators"]
-        torch.set_rng_state(cpu_state)
-        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        with one_line("--resume", KeyError):  # a part is missing or of another size
+            agent.load_state_dict(self.checkpoint["agent"])
+            states = self.checkpoint["optimizers"]
+            for optimizer, state in zip(agent.optimizers, states, strict=True):
+                state = optimizer.state_dict() | {"state": state}  # rates are flags
+                optimizer.load_state_dict(state)
+            cpu_state, *gpu_states = self.checkpoint["generators"]
+            torch.set_rng_state(cpu_state)
+            torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
         print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
 
     def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
@@ -988,8 +993,11 @@ def parse_args(kind):  # with --resume, flags that are not given stay as they we
         args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            highest = 1 if name in "gamma gae_lambda tau".split() else 1e12
-            if not 0 <= value <= highest or value == 0 and name not in MAY_BE_ZERO.split():
+            if (
+                not 0 <= value <= AT_MOST.get(name, 1e12)
+                or value == 0
+                and name not in MAY_BE_ZERO.split()
+            ):
                 raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
     return args
 
@@ -1039,7 +1047,7 @@ def one_line(what, *errors):  # no traceback where the disk, the memory or these
     except BlockingIOError:
         raise SystemExit(f"--resume: the run in {what} is still at work") from None
     except (OSError, RuntimeError, *errors) as error:  # torch.save has one of its own
-        raise SystemExit(f"{what}: {error.__context__ or error}") from None
+        raise SystemExit(f"{what}: {error.__context__ or error}".splitlines()[0]) from None
 
 
 @contextmanager

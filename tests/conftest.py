@@ -40,6 +40,13 @@ def no_old_graphs(request):
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_reaches_pytest():
+    """Until its run begins, a script that is run as a program leaves Ctrl-C to the system."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def kernels_called_from_python():
     """Some scripts call them from C++, in their whole process: each test file starts without."""

@@ -40,7 +40,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def same_handlers():
     """`main` changes what signals do; each test starts from the default."""
-    numbers = signal.SIGTERM, signal.SIGHUP  # SIGINT is pytest's
+    numbers = signal.SIGTERM, signal.SIGHUP
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
@@ -285,6 +285,11 @@ def test_what_cannot_be_resumed_is_said_in_one_line(module, monkeypatch):
         with pytest.raises(SystemExit, match=re.escape(message)):
             command_line(monkeypatch, module, "--resume", str(run_dir))
     assert len(list(run_dir.iterdir())) == len(files) - 1
+    wider = {name: torch.zeros(1, 1) for name in checkpoint["agent"]}
+    for change, words in (({"agent": wider}, "Error"), ({"optimizers": None}, "'optimizers'")):
+        torch.save({name: x for name, x in (checkpoint | change).items() if x}, path)
+        message = stopped(module, total_timesteps=200, resume=str(run_dir))
+        assert message.startswith(f"--resume: {words}"), message
 
 
 HOLD_THE_LOCK = """
@@ -317,8 +322,6 @@ def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
     for steps in (99, 100):  # SMALL has 100 random ones
         message = stopped(baseline, total_timesteps=steps)
         assert message == "--total-timesteps: no iteration is left after 100 steps"
-    message = stopped(baseline, batch_size=200, buffer_size=100)
-    assert message == "--batch-size: is larger than --buffer-size"
     assert stopped(baseline, buffer_size=10**12).startswith("--buffer-size: ")  # 36 terabytes
     for env_id in ("Pendulumm-v1", "Pendulum-v9", "no_such_module:X-v0", "X/Y-v0", "a b"):
         assert stopped(baseline, env_id=env_id).startswith("--env-id: ")
@@ -332,7 +335,12 @@ def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
     Path("runs").write_text("")
     assert stopped(baseline) == "runs: [Errno 17] File exists: 'runs'"
     Path("runs").unlink()
+    Path("runs").symlink_to("nowhere")
+    assert stopped(baseline).startswith("runs: ")
+    Path("runs").unlink()
+    assert "File name too long" in stopped(baseline, exp_name="x" * 300)
 
+    monkeypatch.setattr(sys, "stderr", None)  # as when it is closed
     monkeypatch.setattr(time, "time", lambda: 1e9)
     runs = [train(baseline, total_timesteps=110, save_model=True) for _ in range(2)]
     assert [path.name[-10:] for path in runs] == ["1000000000", "1000000001"]
