@@ -922,7 +922,9 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
                 config=config,
                 sync_tensorboard=True,
             )
-        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
+        threading.excepthook = print_unless_disk_is_full
+        with one_line(self.dir):
+            self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
         self.bar = tqdm.tqdm(
             total=self.total_steps,
             initial=self.step,
@@ -930,7 +932,6 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             disable=sys.stderr is None,  # it has been closed
         )
         self.caught = catch_signals()
-        threading.excepthook = print_unless_disk_is_full
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
@@ -980,7 +981,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         self.watch.tick(self.step - self.start_step)
 
 
-def catch_signals():  # KeyboardInterrupt for all that are not ignored, as SIGHUP under nohup
+def catch_signals():  # KeyboardInterrupt for all but those that are ignored, as under nohup
     caught = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
     for number in caught:
         signal.signal(number, signal.default_int_handler)
@@ -993,11 +994,8 @@ def parse_args(kind):  # with --resume, flags that are not given stay as they we
         args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            if (
-                not 0 <= value <= AT_MOST.get(name, 1e12)
-                or value == 0
-                and name not in MAY_BE_ZERO.split()
-            ):
+            may_be_zero = name in MAY_BE_ZERO.split()
+            if not 0 <= value <= AT_MOST.get(name, 1e12) or value == 0 and not may_be_zero:
                 raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
     return args
 
@@ -1038,6 +1036,7 @@ def check_env(args):  # says before the training what the environment or its vid
 
             env.reset()
             env.render()
+    env.close()
 
 
 @contextmanager
