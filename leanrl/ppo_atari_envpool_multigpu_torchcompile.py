@@ -1028,7 +1028,8 @@ def make_directory(args):  # runs/ENVIRONMENT__EXPERIMENT__SEED__SECOND; the fir
 
 
 def check_env(args):  # says before the training what the environment or its videos lack
-    with one_line("--env-id", ImportError, gym.error.Error):
+    errors = Exception if args.capture_video else ImportError  # OpenGL has errors of all kinds
+    with one_line("--env-id", errors, gym.error.Error):
         env = gym.make(args.env_id, render_mode="rgb_array" if args.capture_video else None)
     if args.capture_video:
         with one_line("--capture-video", Exception):
