@@ -1,7 +1,9 @@
 """One of the processes that torchrun starts for test_multigpu.py: a script, and what a test asks.
 
 Its argument is JSON: `module`, `flags` of its Args, and of these what is wanted: `out`, a folder
-for what this process ends with; `kill`, [rank, minibatch], once; `apart`, without averaging.
+for what this process ends with; `kill`, [rank, minibatch], once; `apart`, without averaging;
+`fake`, games of fake_games.py; `restarts`, the lengths of runs, of which torchrun restarts all but
+the first.
 """
 
 import importlib
@@ -11,15 +13,25 @@ import signal
 import sys
 from pathlib import Path
 
+import envpool
 import torch
+from fake_games import FakeGames
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
-def main(module: str, flags: dict, out: str = "", kill: tuple = (-1, -1), apart: bool = False):
+def main(
+    module: str,
+    flags: dict,
+    out: str = "",
+    kill: tuple = (-1, -1),
+    apart: bool = False,
+    fake: bool = False,
+    restarts: tuple = (),
+):
     script = importlib.import_module(f"leanrl.{module}")
     torch.set_default_dtype(torch.float64)  # in float32 even a run and itself drift apart
-    rank, agents, counts, games = int(os.environ["RANK"]), [], [], []
+    rank, agents, counts, games, seeds = int(os.environ["RANK"]), [], [], [], []
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     init, update = script.PPO.__init__, script.PPO.update
     average, gather = script.dist.all_reduce, script.dist.all_gather_object
@@ -41,13 +53,28 @@ def main(module: str, flags: dict, out: str = "", kill: tuple = (-1, -1), apart:
         games.extend(rows)
         gather(rows_of_all, rows)
 
+    def play(env_id, num_envs, seed, **options):
+        seeds.append(seed)
+        return FakeGames(env_id, num_envs, seed, **options)
+
     script.PPO.__init__, script.PPO.update = made, updated
+    if fake:
+        envpool.make_gymnasium = play
     script.dist.all_reduce = (lambda values: None) if apart else average
     script.dist.all_gather_object = gathered
-    run_dir = script.main(script.Args(**flags))
+    if rank > 0 and restarts:  # which rank 0's are to replace
+        flags |= {"seed": 99, "learning_rate": 0.1, "exp_name": "other"}
+    firsts = []
+    for restart, total in enumerate(restarts or [flags["total_timesteps"]]):
+        if restart:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+        run_dir = script.main(script.Args(**flags | {"total_timesteps": total}))
+        firsts.append(agents[-1].state_dict())
     if out:
-        found = {"agent": agents[0].state_dict(), "counts": counts, "games": len(games)}
-        torch.save(found | {"run_dir": str(run_dir)}, Path(out, f"rank{rank}.pt"))
+        states = [optimizer.state_dict()["state"] for optimizer in agents[-1].optimizers]
+        found = {"agent": agents[-1].state_dict(), "optimizers": states, "first": firsts[0]}
+        found |= {"counts": counts, "games": len(games), "seeds": seeds, "run_dir": str(run_dir)}
+        torch.save(found, Path(out, f"rank{rank}.pt"))
 
 
 if __name__ == "__main__":
