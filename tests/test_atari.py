@@ -138,7 +138,7 @@ class Seen(NamedTuple):
 
     pools: list  # FakeGames, that of training first
     acts: list  # (obs, noise, result)
-    rollouts: list  # (model, rollout, next_values, batch) as they were when it was prepared
+    rollouts: list  # (batch, and of then: model, rollout, next_values, batch)
     epochs: list  # (learning rate, batch, arguments) of `learn`
     indices: list  # of `update`
     generators: list  # states before a pool is reset
@@ -165,8 +165,9 @@ def watch(module, monkeypatch) -> Seen:
     def prepare(self, rollout, next_values):
         batch = originals["prepare"](self, rollout, next_values)
         copies = {name: getattr(rollout, name).clone() for name in ROLLOUT}
-        row = copy.deepcopy(self.model), SimpleNamespace(**copies), next_values.clone(), batch
-        seen.rollouts.append(row)
+        columns = module.Batch._make(values.clone() for values in batch)
+        row = copy.deepcopy(self.model), SimpleNamespace(**copies), next_values.clone(), columns
+        seen.rollouts.append((batch, *row))
         return batch
 
     def learn(self, batch, *arguments):
@@ -208,7 +209,7 @@ def assert_main_does_what_it_says(module, monkeypatch):
     assert pool.made == asked | TRAINING and len(seen.rollouts) == ROLLOUTS
     torch.manual_seed(7)
     agent = module.PPO(module.Args(**WATCHED), A, CPU)
-    torch.testing.assert_close(seen.rollouts[0][0].state_dict(), agent.model.state_dict())
+    torch.testing.assert_close(seen.rollouts[0][1].state_dict(), agent.model.state_dict())
     acts = [act for act in seen.acts if len(act[0]) == ENVS]
     assert_rollouts_hold_what_was_played(pool, acts, seen)
     assert_epochs_shuffle_all_and_rates_fall(seen)
@@ -227,7 +228,7 @@ def assert_rollouts_hold_what_was_played(pool, acts, seen):
     noise = torch.stack([noise for _, noise, _ in acts])
     assert noise.shape == (STEPS * ROLLOUTS, ENVS, A)
     assert noise.unique().numel() > 0.99 * noise.numel() and 0.8 < noise.mean() < 1.2
-    for r, (model, rollout, next_values, batch) in enumerate(seen.rollouts):
+    for r, (_, model, rollout, next_values, batch) in enumerate(seen.rollouts):
         rows = slice(STEPS * r, STEPS * (r + 1))
         expected = functools.partial(column, pool, rows=rows)
         terminated, truncated = expected("terminated"), expected("truncated")
@@ -270,7 +271,7 @@ def assert_rollouts_hold_what_was_played(pool, acts, seen):
 def assert_epochs_shuffle_all_and_rates_fall(seen):
     orders = []
     for i, (rate, batch, arguments) in enumerate(seen.epochs):
-        assert batch is seen.rollouts[i // 2][-1]
+        assert batch is seen.rollouts[i // 2][0]
         assert rate == pytest.approx(1e-3 * (1 - i // 2 / ROLLOUTS))
         orders.append(arguments[-1].flatten())  # of all processes, where there is one
     assert len(orders) == 2 * ROLLOUTS and len({tuple(order.tolist()) for order in orders}) == 8
@@ -454,14 +455,17 @@ def test_an_update_is_a_clipped_step_of_adam(module):
 def assert_an_update_is_a_clipped_step_of_adam(module, update):
     """`update` is called with agent, batch and index."""
     torch.manual_seed(0)
-    flags = {"learning_rate": 1e-2, "max_grad_norm": 0.3, "norm_adv": False, "ent_coef": 0.0}
-    agent, batches = module.PPO(module.Args(**flags), A, CPU), []
-    for scale in 1, 1e-3:
-        batch = make_batch(12, agent.model)
-        changes = scale * batch.advantages
-        batches.append(batch._replace(advantages=changes, returns=batch.values + changes))
+    flags = {"learning_rate": 1e-3, "max_grad_norm": 0.3, "norm_adv": False, "ent_coef": 0.0}
+    agent = module.PPO(module.Args(**flags), A, CPU)
+
+    def batches():
+        for scale in 1, 1e-3:
+            batch = make_batch(12, agent.model)
+            changes = scale * batch.advantages
+            yield batch._replace(advantages=changes, returns=batch.values + changes)
+
     apply = functools.partial(update, agent)
-    assert_updates_are_clipped_steps_of_adam(module, agent, batches, apply)
+    assert_updates_are_clipped_steps_of_adam(module, agent, batches(), apply)
 
 
 def test_actions_are_drawn_as_the_policy_says():

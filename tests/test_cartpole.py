@@ -405,24 +405,25 @@ def assert_updates_are_clipped_steps_of_adam(module, agent, batches, update):
 @SCRIPTS
 def test_an_update_is_a_clipped_step_of_adam(module):
     torch.manual_seed(0)
-    flags = {"learning_rate": 1e-2, "max_grad_norm": 0.1, "norm_adv": False, "ent_coef": 0.0}
-    agent, batches = module.PPO(module.Args(**flags), 4, 2, CPU), []
-    for scale in 1, 1e-3:
-        values, changes = torch.randn(2, 64)
-        batch = module.Batch(
-            obs=torch.randn(64, 4),
-            actions=torch.randint(0, 2, (64,)),
-            log_probs=torch.full((64,), -0.7),
-            values=values,
-            advantages=scale * changes,
-            returns=values + scale * changes,
-        )
-        batches.append(batch)
-    with torch.no_grad():
-        last = batches[-1]
-        values = agent.model(last.obs)[1]
-        batches[-1] = last._replace(values=values, returns=values + last.advantages)
-    assert_updates_are_clipped_steps_of_adam(module, agent, batches, agent.update)
+    flags = {"learning_rate": 1e-3, "max_grad_norm": 0.1, "norm_adv": False, "ent_coef": 0.0}
+    agent = module.PPO(module.Args(**flags), 4, 2, CPU)
+
+    def batches():
+        for scale in 1, 1e-3:
+            obs, actions = torch.randn(64, 4), torch.randint(0, 2, (64,))
+            with torch.no_grad():
+                log_policy, values = agent.model(obs)
+            advantages = scale * torch.randn(64)
+            yield module.Batch(
+                obs=obs,
+                actions=actions,
+                log_probs=log_policy.gather(1, actions[:, None]).squeeze(1),
+                values=values,
+                advantages=advantages,
+                returns=values + advantages,
+            )
+
+    assert_updates_are_clipped_steps_of_adam(module, agent, batches(), agent.update)
 
 
 @WITHOUT_OR_COMPILED
