@@ -81,13 +81,18 @@ def union_of_shares(world: int):
         yield
 
 
-@contextmanager
 def torchrun(*command, **options):
-    """torchrun with two processes, as a Popen whose pipes are text; ends all that it started."""
+    """torchrun with two processes."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    command = ["--standalone", "--nproc-per-node=2", *options, *command]
+    options = ["--standalone", "--nproc-per-node=2", *options]
+    return started("-m", "torch.distributed.run", *options, *command)
+
+
+@contextmanager
+def started(*command):
+    """Python with these arguments, as a Popen whose pipes are text; ends all that it started."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *map(str, command)],
+        [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -159,7 +164,7 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
     monkeypatch.setattr(envpool, "make_gymnasium", FakeGames)
     wishes = {"out": str(tmp_path), "fake": True, "restarts": [128, 256]}
     together = SMALL | FAKE | {"exp_name": "together"}
-    with torchrun(*ask(baseline, together, **wishes)) as process:
+    with started(*ask(baseline, together, **wishes)) as process:
         with union_of_shares(2):
             alone = train(single, **FAKE, total_timesteps=128, exp_name="alone")
             half = checkpoint_of(alone)
