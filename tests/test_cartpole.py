@@ -376,6 +376,23 @@ def compile_agent(agent):
 PIECES = [(False, 64), (False, 16), pytest.param(True, 16, marks=pytest.mark.slow)]
 
 
+@SCRIPTS
+def test_networks_have_two_layers_of_tanh_and_orthogonal_weights_at_first(module):
+    torch.manual_seed(0)
+    model, obs, found = module.ActorCritic(4, 2), torch.randn(5, 4), []
+    for network, gain in ((model.actor, 0.01), (model.critic, 1.0)):
+        layers = [layer for layer in network if isinstance(layer, torch.nn.Linear)]
+        for layer, scale in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
+            singular = torch.linalg.svdvals(layer.weight)
+            torch.testing.assert_close(singular, torch.full_like(singular, scale))
+            assert not layer.bias.any()
+        first, second, last = (layer.weight.T for layer in layers)
+        found.append(((obs @ first).tanh() @ second).tanh() @ last)
+    logits, values = found
+    expected = logits - logits.exp().sum(dim=1, keepdim=True).log(), values[:, 0]
+    torch.testing.assert_close(model(obs), expected)
+
+
 def assert_updates_are_clipped_steps_of_adam(module, agent, batches, update):
     """`update` is called with a batch and an index; Adam's numbers by hand, from `ppo_loss`.
 
