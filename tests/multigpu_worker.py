@@ -1,6 +1,6 @@
 """One of the processes that torchrun starts for test_multigpu.py: a script, and what a test asks.
 
-Without torchrun, it starts two of them, in a third of the time: what they import is imported once.
+Without torchrun, it starts two of them, faster: what both import is imported once.
 Its argument is JSON: `module`, `flags` of its Args, and of these what is wanted: `out`, a folder
 for what this process ends with; `kill`, [rank, minibatch], once; `apart`, without averaging;
 `fake`, games of fake_games.py; `restarts`, the lengths of runs, of which torchrun restarts all but

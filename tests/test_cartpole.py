@@ -88,14 +88,14 @@ def test_a_step_is_gymnasiums(make):
 def test_the_limit_truncates_whether_the_pole_stands_or_falls(make, falls):
     envs = make(2, CPU)
     envs.reset(seed=1)
-    envs.lengths[0] = 499
+    envs.lengths.copy_(torch.tensor([499, 498]))
     envs.state.zero_()
     envs.state[:, 2] = 0.25 if falls else 0.0
     obs, _, terminated, truncated, infos = envs.step(torch.tensor([0, 1]))
     assert truncated.tolist() == [True, False] and terminated.tolist() == [falls, falls]
     assert infos["_final_obs"].tolist() == infos["_episode"].tolist() == [True, falls]
-    assert infos["episode"]["l"].tolist() == infos["episode"]["r"].tolist() == [500, 1]
-    assert envs.lengths.tolist() == [0, 0 if falls else 1]
+    assert infos["episode"]["l"].tolist() == infos["episode"]["r"].tolist() == [500, 499]
+    assert envs.lengths.tolist() == [0, 0 if falls else 499]
     assert (obs[0] != infos["final_obs"][0]).any() and torch.equal(obs, envs.state)
 
 
@@ -155,6 +155,7 @@ def test_seeds_decide_and_the_noise_that_is_given():
     def roll(seed, noise=None):
         torch.manual_seed(3)
         envs.reset(seed=seed)
+        assert not envs.lengths.any()  # which the rollout before has left
         steps = range(60) if noise is None else noise
         return torch.stack([envs.step(actions, *[n] * (noise is not None))[0] for n in steps])
 
