@@ -111,6 +111,19 @@ def small_worlds(monkeypatch):
     return change
 
 
+@pytest.fixture(autouse=True)
+def evaluations_end(monkeypatch):
+    """An evaluation that overlooks ends would go on for ever, and a test with it."""
+    step, steps = gym.vector.SyncVectorEnv.step, []
+
+    def counted(self, actions):
+        steps.append(len(actions))
+        assert len(steps) < 5000, "an evaluation does not end"
+        return step(self, actions)
+
+    monkeypatch.setattr(gym.vector.SyncVectorEnv, "step", counted)
+
+
 class Account(NamedTuple):
     """S steps of N environments, as the environments told them."""
 
@@ -163,7 +176,7 @@ def assert_noise(z):
     x, size = z.flatten().double(), z.numel()
     assert len(x.unique()) > 0.99 * size
     assert x.mean().abs() < 4.5 / size**0.5 and (x.std() - 1).abs() < 3.2 / size**0.5
-    assert 0.25 < (x.abs() > 1).double().mean() < 0.4 and x.abs().max() > 2.5
+    assert ((x.abs() > 1).double().mean() - 0.3173).abs() < 2.1 / size**0.5
     for one, other in ((z[1:], z[:-1]), (z[:, 1:], z[:, :-1]), (z[..., 1:], z[..., :-1])):
         correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
         assert correlation.abs() < 4.5 / one.numel() ** 0.5
@@ -251,6 +264,8 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
     assert_noise(torch.cat(noise))
     starts = happened.obs[1:][happened.ended]
     assert len(starts.unique(dim=0)) == len(starts)
+    drawn = torch.cat([call.args[1] for call in of(calls, "step")])
+    assert len(drawn.unique(dim=0)) == len(drawn) == 48 * 8
     assert (starts - torch.tensor([1.25] + 10 * [0.0])).abs().max() < 5.1e-3
 
     # what is learned from, in which order and at which rate
@@ -360,7 +375,7 @@ def test_an_update_is_the_papers(module, float64):
         names = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac"
         assert list(metrics) == [f"losses/{name}" for name in names.split()] and clipped
         for found, one in zip(metrics.values(), expected, strict=True):
-            torch.testing.assert_close(found, torch.as_tensor(one).detach(), atol=1e-7, rtol=1e-4)
+            assert_close(found.double(), torch.as_tensor(one).detach().double())
     torch.testing.assert_close(agent.model.state_dict(), model.state_dict(), atol=1e-5, rtol=1e-4)
 
 
@@ -480,7 +495,9 @@ def assert_sac_run(calls, ring, first_step=0, total=400):
         ranks = (torch.arange(shares.numel()) + 0.5) / shares.numel()
         distance = (shares.flatten().sort().values - ranks).abs().max()
         assert distance < 1.95 / shares.numel() ** 0.5  # Kolmogorov-Smirnov, p = 0.001
-        assert shares.min() >= 0 and shares.max() <= 1 and len(shares.unique()) > 100
+        assert (
+            shares.min() >= 0 and shares.max() <= 1 and len(shares.unique()) > 0.9 * shares.numel()
+        )
         for each in shares.unbind(2):
             assert each.min() < 0.1 and each.max() > 0.9
     return happened
