@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from test_sac import read_run, read_scalars, run
+from test_sac import Named, read_run, read_scalars, run, what_named_does
 from test_sac_parity import assert_hunks_are_marked, backend  # noqa: F401
 
 from leanrl import ppo_continuous_action as sync_baseline
@@ -249,6 +249,67 @@ def test_a_run_is_resumed(module, capsys):
     assert max(step for step, _ in values["charts/episodic_return"]) > 256
     for name in ("config", "stages", "stages_collector"):
         assert (run_dir / f"{name}.json").exists() and (run_dir / f"{name}_256.json").exists()
+
+
+@SCRIPTS
+def test_a_collector_makes_what_it_is_told_and_says_what_happened(module, monkeypatch):
+    """Five rollouts of a resumed run, in this process: who asks and who answers is the test."""
+    spec = gym.envs.registration.EnvSpec("Named-v0", entry_point=lambda **_: Named())
+    monkeypatch.setitem(gym.registry, "Named-v0", spec)
+    args = module.Args(env_id="Named-v0", num_envs=2, num_steps=8, gamma=0.9, seed=7)
+    agent, make_envs, gammas = module.PPO(args, 3, 2, CPU), module.make_envs, []
+
+    def made(env_id, num_envs, gamma):
+        gammas.append(gamma)
+        return make_envs(env_id, num_envs, gamma)
+
+    before = make_envs("Named-v0", 2, 0.9)
+    before.reset(seed=1)
+    for _ in range(30):
+        before.step(np.zeros((2, 2), np.float32))
+    statistics = module.get_statistics(before)
+    slots, rollouts, reports = [module.Slot(args, 3, 2, agent.model) for _ in range(5)], [], []
+    for slot in slots:
+        slot.weights.normal_(std=0.3)
+        slot.noise.normal_()
+    messages = iter([(40, statistics), 3, 1, 2, 0, 4])
+
+    def receive(pipe):
+        for message in messages:
+            rollouts.extend([] if isinstance(message, tuple) else [slots[message]])
+            return message
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "make_envs", made)
+    monkeypatch.setattr(module, "receive", receive)
+    monkeypatch.setattr(module, "send", lambda pipe, report: reports.append(report))
+    with pytest.raises(KeyboardInterrupt):
+        module.collect(None, args, slots, Path("stages.json"))
+    assert gammas == [0.9] and len(reports) == len(rollouts) == 5
+    truncations, episodes, worlds = [], [], [what_named_does(47 + i, 40) for i in range(2)]
+    for number, (slot, report) in enumerate(zip(rollouts, reports, strict=True)):
+        torch.nn.utils.vector_to_parameters(slot.weights, agent.parameters())
+        mean, log_std, _ = agent.model(torch.as_tensor(slot.obs[:-1]))  # the variant's are arrays
+        actions = (mean + log_std.exp() * slot.noise).detach()
+        np.testing.assert_allclose(slot.actions, actions, atol=1e-5, rtol=1e-5)
+        if number + 1 < 5:  # what follows a rollout begins the next one
+            np.testing.assert_array_equal(slot.obs[-1], rollouts[number + 1].obs[0])
+        counts = report.statistics["return_rms_count"] - statistics["return_rms_count"]
+        assert counts.flatten().tolist() == pytest.approx([8 * (number + 1)] * 2)
+        truncations += [(8 * number + t, n) for t, n, _ in report.truncations]
+        for step, row in report.episodes:
+            found = float(row["charts/episodic_return"]), int(row["charts/episodic_length"])
+            episodes.append((step, *found))
+        ends = [[t in ends for _, ends in worlds] for t in range(8 * number + 1, 8 * number + 9)]
+        assert slot.ended.tolist() == ends
+    expected, truncated = [], []
+    for n, (rows, ends) in enumerate(worlds):
+        for t, total in ends.items():
+            expected.append((40 + 2 * t, total, 3 + 2 * ((47 + n) % 2)))
+            truncated += [] if rows[t - 1][3] else [(t - 1, n)]
+    assert sorted(episodes) == sorted(expected) and sorted(truncations) == sorted(truncated)
+    stages = json.loads(Path("stages.json").read_text())
+    assert (stages["env_steps"], stages["iterations"]) == (32, 2)  # after three rollouts of 16
 
 
 @pytest.mark.usefixtures("backend")

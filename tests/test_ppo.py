@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers.utils import RunningMeanStd
-from test_sac import read_run, read_scalars, run
+from test_sac import Named, read_run, read_scalars, run, what_named_does
 from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
 
 from leanrl import ppo_continuous_action as baseline
+from leanrl import ppo_continuous_action_async as async_baseline
+from leanrl import ppo_continuous_action_async_torchcompile as async_variant
 from leanrl import ppo_continuous_action_torchcompile as variant
 
 BASELINE, VARIANT = Path(baseline.__file__).name, Path(variant.__file__).name
@@ -24,6 +26,8 @@ SMALL = {"env_id": "Pendulum-v1", "num_steps": 64, "num_minibatches": 4, "update
 OBS, A, CPU = 5, 3, torch.device("cpu")
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 LOSSES = tuple(f"losses/{name}" for name in LOSSES)
+KINDS = [baseline, variant, async_baseline, async_variant]
+ALL = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__.partition("_")[2])
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
@@ -131,7 +135,56 @@ def test_losses_match_plain_loops(module):
     assert plain["losses/policy_loss"].item() == pytest.approx(-surrogate)
 
 
+@ALL
+def test_weights_are_orthogonal_at_first(kind):
+    """Stretched by sqrt 2 in hidden layers, 0.01 in the policy's last layer and 1 in the value's.
+
+    What a layer stretches by are its singular values.
+    """
+    agent = kind.PPO(kind.Args(), OBS, A, CPU)
+    for network, last in ((agent.model.actor_mean, 0.01), (agent.model.critic, 1.0)):
+        for layer, gain in zip(network[0::2], (math.sqrt(2), math.sqrt(2), last), strict=True):
+            stretched = torch.linalg.svdvals(layer.weight)
+            torch.testing.assert_close(stretched, torch.full_like(stretched, gain))
+            assert not layer.bias.any()
+    assert agent.model.actor_logstd.tolist() == [0.0] * A
+
+
+def test_gradients_are_scaled_down_to_the_longest(module):
+    """Adam's first average is a tenth of the gradient."""
+    lengths = []
+    for limit in (1e6, 1e-2):
+        torch.manual_seed(0)
+        args = module.Args(**LIKE_PAIR, max_grad_norm=limit)
+        agent, reference = module.PPO(args, OBS, A, CPU), baseline.PPO(args, OBS, A, CPU)
+        agent.update(random_batch(reference), torch.arange(64))
+        if module is baseline:
+            averages = [each["exp_avg"] for each in agent.optimizer.state.values()]
+        else:
+            averages = agent.optimizer.exp_avgs
+        lengths.append(10 * torch.cat([each.flatten() for each in averages]).norm().item())
+    assert lengths[0] > 0.1 and lengths[1] == pytest.approx(1e-2, rel=1e-3)
+
+
 # Environments
+
+
+@ALL
+def test_what_is_far_off_is_clipped_to_ten_deviations(kind, registered):
+    class Jump(Noisy):
+        steps = 0
+
+        def step(self, action):
+            obs, reward, *_ = super().step(action)
+            self.steps += 1
+            far = 1e6 if self.steps == 400 else 0.0
+            return obs + far, reward - far, False, False, {}
+
+    envs = kind.make_envs(registered(Jump), 2, gamma=0.9)
+    envs.reset(seed=1)
+    found = [envs.step(np.zeros((2, A), np.float32))[:2] for _ in range(400)]
+    assert np.abs(found[398][0]).max() < 5
+    assert (found[399][0] == 10).all() and (found[399][1] == -10).all()
 
 
 class Noisy(gym.Env):
@@ -232,17 +285,20 @@ def test_an_evaluation_is_the_mean_action_under_frozen_statistics(module):
     args = module.Args(**SMALL, eval_episodes=2, seed=4)
     torch.manual_seed(0)
     agent = module.PPO(args, 3, 1, CPU)
+    agent.model.actor_mean[4].weight.data.mul_(100)  # at first, it hardly depends on what it sees
     envs = module.make_envs("Pendulum-v1", 2, gamma=0.99)
     envs.reset(seed=1)
-    for _ in range(20):
-        envs.step(np.ones((2, 1), np.float32))
     statistics = module.get_statistics(envs)
-    seen = []
-    for seed in (1, 2):  # both environments' observations, in one set
-        env = gym.make("Pendulum-v1")
-        seen.append(env.reset(seed=seed)[0])
-        seen += [env.step(np.ones(1, np.float32))[0] for _ in range(20)]
-    mean, std, returns = np.mean(seen, axis=0), np.std(seen, axis=0), []
+    means = np.array([[0.5, 0.3, 2.0], [-0.7, 0.3, -1.0]])  # far apart, as after other episodes
+    variances = np.array([[0.1, 1e-4, 3.0], [0.3, 2e-4, 2.0]])  # the second is clipped at 10
+    statistics["obs_rms_mean"], statistics["obs_rms_var"] = map(torch.tensor, (means, variances))
+    module.set_statistics(envs, statistics)
+    statistics, returns = module.get_statistics(envs), []
+    samples = np.random.default_rng(0).normal(size=(2, 100_000, 3)) * np.sqrt(variances)[:, None]
+    samples = (samples + means[:, None]).reshape(-1, 3)  # of both environments, as one set
+    mean, std = means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0) + 1e-8)
+    np.testing.assert_allclose(samples.mean(axis=0), mean, atol=0.05)
+    np.testing.assert_allclose(samples.std(axis=0), std, rtol=0.02)
     for episode in range(2):
         env = gym.make("Pendulum-v1")
         obs, _ = env.reset(seed=4 + 2**31 + episode)
@@ -545,6 +601,103 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
     checkpoint = read_checkpoint(run_dir)
     assert checkpoint["global_step"] == 1792
     assert checkpoint["made_by"] == (BASELINE if more is None else VARIANT)
+
+
+def test_the_loop_acts_and_learns_as_it_says(module, monkeypatch):
+    """Two rollouts, then two of a resumed run: seeds, noise, orders, episodes, what is logged."""
+    seeds, gammas, noises, orders, batches, measured, purged, first = ([] for _ in range(8))
+
+    class Seeded(Named):
+        def reset(self, *, seed=None, options=None):
+            seeds.extend([] if seed is None else [seed])
+            return super().reset(seed=seed)
+
+    kind, make_envs, measure = module.PPO, module.make_envs, module.Stopwatch.measure
+    act, learn, prepare, writer = kind.act, kind.learn, kind.prepare, module.SummaryWriter
+
+    def made(env_id, num_envs, gamma):
+        gammas.append(gamma)
+        return make_envs(env_id, num_envs, gamma)
+
+    def acted(self, obs, noise):
+        first.append({name: tensor.clone() for name, tensor in self.state_dict().items()})
+        noises.append(torch.as_tensor(noise).clone())
+        return act(self, obs, noise)
+
+    def learned(self, batch, order):
+        orders.append(order.tolist())
+        return learn(self, batch, order)
+
+    def prepared(self, *inputs):
+        batch = prepare(self, *inputs)  # a view of the rollout, which the next one overwrites
+        batches.append((batch.returns.numpy().copy(), batch.values.numpy().copy()))
+        return batch
+
+    def measure_noted(watch, env_steps):
+        measured.append(env_steps)
+        return measure(watch, env_steps)
+
+    def writer_noted(*args, purge_step=None, **kwargs):
+        purged.append(purge_step)
+        return writer(*args, purge_step=purge_step, **kwargs)
+
+    monkeypatch.setattr(module, "make_envs", made)
+    monkeypatch.setattr(module, "SummaryWriter", writer_noted)
+    monkeypatch.setattr(module.Stopwatch, "measure", measure_noted)
+    for name, spy in (("act", acted), ("learn", learned), ("prepare", prepared)):
+        monkeypatch.setattr(kind, name, spy)
+    spec = gym.envs.registration.EnvSpec("Seeded-v0", entry_point=lambda **_: Seeded())
+    monkeypatch.setitem(gym.registry, "Seeded-v0", spec)
+    flags = {"env_id": "Seeded-v0", "num_envs": 2, "num_steps": 32, "seed": 7, "gamma": 0.9}
+    flags |= {"update_epochs": 3, "save_model": True}
+    run_dir = train(module, **flags, total_timesteps=128)
+    assert max(measured) == 128
+    measured.clear()
+    train(module, **flags, total_timesteps=256, anneal_lr=False, resume=str(run_dir))
+    assert max(measured) == 128, "a speed counts the steps of this process"
+    assert purged == [None, 129] and set(gammas) == {0.9}
+    assert seeds == [7, 8, 135, 136], "a resumed run has other episodes"
+    torch.manual_seed(7)
+    torch.testing.assert_close(first[0], dict(kind(module.Args(**flags), 3, 2, CPU).state_dict()))
+    noise = torch.stack(noises)
+    assert noise.shape == (128, 2, 2) and len(noise.unique()) > 500
+    assert abs(noise.mean()) < 0.2 and abs(noise.std() - 1) < 0.15
+    assert len(orders) == 12 == len({tuple(order) for order in orders})
+    assert all(sorted(order) == list(range(64)) != order for order in orders)
+    scalars = read_scalars(run_dir)
+    expected = []
+    for begin in (0, 128):
+        for i in range(2):
+            ends = what_named_does(7 + begin + i, 64)[1]
+            expected += [(begin + 2 * t, total) for t, total in ends.items()]
+    assert sorted(scalars["charts/episodic_return"]) == sorted(expected)
+    rates = [value for _, value in sorted(scalars["charts/learning_rate"])]
+    assert rates == pytest.approx([3e-4, 1.5e-4, 3e-4, 3e-4])
+    explained = [value for _, value in sorted(scalars["losses/explained_variance"])]
+    for found, (returns, values) in zip(explained, batches, strict=True):
+        assert found == pytest.approx(
+            1 - np.var(returns - values) / np.var(returns), rel=1e-3, abs=1e-4
+        )
+
+
+def test_epochs_end_at_the_last_minibatchs_divergence(module, monkeypatch):
+    """More than the limit ends them, not as much as the limit, nor earlier minibatches."""
+    divergences, epochs = [(9.0, 0.25), (9.0, 0.125), (0.0, 0.375), (0.0, 0.0)], []
+
+    def learn(self, batch, order):
+        metrics = {tag: torch.tensor([9.0, 9.0]) for tag in LOSSES}
+        metrics["losses/old_approx_kl"] = torch.tensor([0.0, 9.0 * (len(epochs) == 3)])
+        metrics["losses/approx_kl"] = torch.tensor(divergences[len(epochs)])
+        epochs.append(order)
+        return metrics
+
+    monkeypatch.setattr(module.PPO, "learn", learn)
+    flags = {"num_envs": 1, "update_epochs": 4, "total_timesteps": 64}
+    train(module, **flags, target_kl=0.25)
+    assert len(epochs) == 3
+    epochs.clear()
+    train(module, **flags, exp_name="without")
+    assert len(epochs) == 4
 
 
 def test_a_resumed_run_goes_on_from_what_was_saved(module, capsys, monkeypatch):

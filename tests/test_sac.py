@@ -163,6 +163,229 @@ def test_truncated_episodes_bootstrap_from_their_final_observation(module, tmp_p
         assert batch.terminated.tolist() == [t % 6 == 5] * 2
 
 
+@SCRIPTS
+def test_an_agent_begins_as_it_is_told_and_each_update_moves_its_own_networks(module, float64):
+    """The first step of Adam is a learning rate long; targets follow by tau."""
+    space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    rates = {"tau": 0.1, "policy_lr": 1e-4, "q_lr": 1e-3, "policy_frequency": 3}
+    torch.manual_seed(0)
+    agent = module.SAC(module.Args(**rates), 3, space, CPU)
+    assert agent.target_entropy == -2.0  # minus the dimensions
+    assert agent.log_alpha.item() == 0.0
+    fixed = module.SAC(module.Args(autotune=False, alpha=0.3), 3, space, CPU)
+    assert fixed.log_alpha.exp().item() == pytest.approx(0.3)
+    for target, parameter in zip(*twins(agent), strict=True):
+        assert torch.equal(target, parameter)
+    columns = torch.randn(5, 3), torch.randn(5, 2).tanh(), torch.randn(5, 3), torch.randn(5)
+    batch = module.Batch(*columns, torch.tensor([0.0, 1, 0, 0, 1]))
+
+    def moved(update, *inputs):
+        """{network: the longest change of a weight}, of those that changed; what was returned."""
+        before = {name: tensor.detach().clone() for name, tensor in agent.named_parameters()}
+        found, changes = update(*inputs), {}
+        for name, tensor in agent.named_parameters():
+            change = (tensor - before[name]).abs().max().item()
+            network = name.partition(".")[0]
+            changes[network] = max(changes.get(network, 0.0), change)
+        return {name: change for name, change in changes.items() if change}, found
+
+    noise = torch.randn(5, 2)
+    losses, values = module.critic_loss(agent, batch, noise, 0.99)
+    changes, metrics = moved(agent.update_critic, batch, noise)
+    assert changes == {"qf": pytest.approx(1e-3, rel=1e-3)}
+    expected = [*losses, losses.mean(), *values.mean(dim=1)]
+    names = "qf1_loss", "qf2_loss", "qf_loss", "qf1_values", "qf2_values"
+    expected = dict(zip(names, expected, strict=True))
+    loss, log_probs = module.actor_loss(agent, batch.obs, noise)
+    of_alpha = module.alpha_loss(agent.log_alpha, log_probs, -2.0)
+    changes, more = moved(agent.update_actor, batch.obs, noise)
+    rates = {"actor": pytest.approx(1e-4, rel=1e-3), "log_alpha": pytest.approx(1e-3, rel=1e-3)}
+    assert changes == rates
+    expected |= {"actor_loss": loss, "alpha_loss": of_alpha, "entropy": -log_probs.mean()}
+    expected["alpha"] = torch.ones(())  # that of the loss, before its step
+    metrics |= more
+    assert metrics.keys() == {f"losses/{name}" for name in expected}
+    for name, value in expected.items():
+        found = metrics[f"losses/{name}"]
+        assert found.shape == () and not found.requires_grad
+        assert found.item() == pytest.approx(value.item()), name
+    before = [target.clone() for target in twins(agent)[0]]
+    agent.update_target()
+    for was, target, parameter in zip(before, *twins(agent), strict=True):
+        torch.testing.assert_close(target, 0.9 * was + 0.1 * parameter)
+
+
+def twins(agent) -> tuple[list, list]:
+    """Parameters of the target networks and of those which they follow."""
+    return list(agent.qf_target.parameters()), list(agent.qf.parameters())
+
+
+@SCRIPTS
+def test_an_update_gives_each_part_what_it_needs(module, monkeypatch):
+    """Observations of the batch, noise that is normal and always new, and what is due."""
+    calls = []
+    for name in ("update_critic", "update_actor", "update_target"):
+
+        def call(self, *inputs, name=name):
+            calls.append((name, inputs))
+            return {name: len(calls)}
+
+        monkeypatch.setattr(module.SAC, name, call)
+    args = module.Args(policy_frequency=3)
+    agent = module.SAC(args, 3, gym.spaces.Box(-1, 1, (2,), np.float32), CPU)
+    obs, actions, next_obs = torch.randn(4000, 3), torch.zeros(4000, 2), torch.randn(4000, 3)
+    batch = module.Batch(obs, actions, next_obs, obs[:, 0], obs[:, 0])
+    assert agent.update(batch, False, False) == {"update_critic": 1}
+    assert agent.update(batch, False, True).keys() == {"update_critic"}
+    assert agent.update(batch, True, False).keys() == {"update_critic", "update_actor"}
+    critic, actor, target = "update_critic", "update_actor", "update_target"
+    assert [name for name, _ in calls] == [critic, critic, target, critic, *[actor] * 3]
+    noises = [inputs[1] for name, inputs in calls if name != target]
+    for name, inputs in calls:
+        assert name == target or inputs[0] is (obs if name == actor else batch)
+    noise = torch.stack(noises)
+    assert len(noise.unique()) > 0.99 * noise.numel()
+    for each in noises:
+        assert abs(each.mean()) < 0.05 and abs(each.std() - 1) < 0.05
+
+
+class Named(gym.Env):
+    """Observations and rewards say which environment it is, its episode and step.
+
+    The first seed is its name. Episodes of 3 or 5 steps, odd ones are truncated, even terminated.
+    """
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
+    action_space = gym.spaces.Box(np.float32([-1, 2]), np.float32([3, 2.5]))
+
+    def observe(self):
+        return np.float32([self.name, self.episode, self.steps])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.name, self.episode = seed, -1
+        self.episode, self.steps = self.episode + 1, 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.steps += 1
+        end, odd = self.steps == 3 + 2 * (self.name % 2), self.episode % 2 == 1
+        return self.observe(), self.name + self.steps / 8, end and not odd, end and odd, {}
+
+
+def what_named_does(name: int, count: int):
+    """Its first steps -> [(obs, next_obs, reward, terminated)], {step: return of an episode}."""
+    env, rows, returns, total = Named(), [], {}, 0.0
+    obs, _ = env.reset(seed=name)
+    for step in range(1, count + 1):
+        next_obs, reward, terminated, truncated, _ = env.step(None)
+        rows.append((obs.tolist(), next_obs.tolist(), reward, terminated))
+        total, obs = total + reward, next_obs
+        if terminated or truncated:
+            returns[step], total = total, 0.0
+            obs, _ = env.reset()
+    return rows, returns
+
+
+def assert_loop(module, kind, due, losses, monkeypatch, **flags):
+    """Steps 0 to 6, 6 to 40 and 40 to 60, each resumed from the last: all that `main` does.
+
+    `kind` is the class of the agent, `due(n)` what update n is told, `losses` what rows hold.
+    """
+    events, measured, purged = [], [], []
+
+    def noted(function):
+        def call(self, *inputs):
+            result = function(self, *inputs)
+            events.append((function.__name__, inputs, result))
+            return result
+
+        return call
+
+    for owner, name in ((kind, "act"), (kind, "update"), (module.ReplayBuffer, "add")):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
+    measure, writer = module.Stopwatch.measure, module.SummaryWriter
+
+    def measure_noted(watch, env_steps):
+        measured.append(env_steps)
+        assert watch.warmup_steps == 12 + 133  # in which there are 100 updates
+        return measure(watch, env_steps)
+
+    def writer_noted(*args, purge_step=None, **kwargs):
+        purged.append(purge_step)
+        return writer(*args, purge_step=purge_step, **kwargs)
+
+    monkeypatch.setattr(module.Stopwatch, "measure", measure_noted)
+    monkeypatch.setattr(module, "SummaryWriter", writer_noted)
+    monkeypatch.setattr(module, "LOG_EVERY", 4)
+    spec = gym.envs.registration.EnvSpec("Named-v0", entry_point=lambda **_: Named())
+    monkeypatch.setitem(gym.registry, "Named-v0", spec)
+    flags |= {"env_id": "Named-v0", "num_envs": 2, "learning_starts": 12, "utd_ratio": 0.75}
+    flags |= {"policy_frequency": 3, "batch_size": 8, "buffer_size": 1000, "save_model": True}
+    flags |= {"cuda": False, "seed": 7}
+    all_rewards, returns, noises, run_dir = [], [], [], None
+    for begin, end in ((0, 6), (6, 40), (40, 60)):
+        args = module.Args(**flags, total_timesteps=end, resume=run_dir and str(run_dir))
+        run_dir, left = module.main(args), iter(events)
+        space = gym.vector.SyncVectorEnv([Named] * 2).action_space
+        space.seed(7 + begin)  # other actions, and below other episodes, in every part
+        updates, count = max(int(0.75 * (begin - 12)), 0), (end - begin) // 2
+        worlds = [what_named_does(7 + begin + i, count) for i in range(2)]
+        for t in range(count):
+            step, rows = begin + 2 * t, [rows[t] for rows, _ in worlds]
+            obs, next_obs, rewards, terminated = map(list, zip(*rows, strict=True))
+            if step < 12:
+                actions = space.sample()
+            else:
+                name, (inputs, noise), actions = next(left)
+                assert (name, inputs.tolist()) == ("act", obs), step
+                noises.append(noise)
+                while updates < int(0.75 * (step + 2 - 12)):
+                    updates += 1
+                    name, (_, *told), _ = next(left)
+                    assert (name, tuple(told)) == ("update", due(updates)), step
+            name, (batch,), _ = next(left)
+            found = [part.tolist() for part in (batch.obs, batch.next_obs, batch.rewards)]
+            assert (name, *found) == ("add", obs, next_obs, rewards), step
+            assert batch.terminated.tolist() == terminated, step
+            np.testing.assert_array_equal(batch.actions, actions, err_msg=str(step))
+            all_rewards += rewards
+        assert not list(left)
+        returns += [(begin + 2 * t, x) for _, ends in worlds for t, x in ends.items()]
+        checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+        stored = checkpoint["replay"]["data"]
+        stored = stored["rewards"] if isinstance(stored, dict) else stored[:, -2]
+        assert stored.tolist() == all_rewards and checkpoint["replay"]["position"] == end
+        assert max(measured) == end - begin, "a speed counts the steps of this process"
+        if end == 6:  # weights are drawn from the seed
+            torch.manual_seed(7)
+            fresh = kind(module.Args(**flags), 3, Named.action_space, CPU)
+            torch.testing.assert_close(checkpoint["agent"], dict(fresh.state_dict()))
+        events.clear()
+        measured.clear()
+    assert purged == [None, 7, 41]
+    noise = torch.stack(noises)
+    assert noise.shape == (24, 2, 2) and len(noise.unique()) == 96
+    assert abs(noise.mean()) < 0.4 and abs(noise.std() - 1) < 0.3
+    scalars = read_scalars(run_dir)
+    assert sorted(scalars["charts/episodic_return"]) == sorted(returns)
+    steps = [*range(16, 41, 4), *range(44, 61, 4)]
+    for name in losses:
+        assert sorted(step for step, _ in scalars[f"losses/{name}"]) == steps, name
+
+
+@SCRIPTS
+def test_the_loop_acts_learns_and_stores_as_it_says(module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def due(number):
+        return number % 3 == 0, number % 2 == 0
+
+    more = {"target_network_frequency": 2}
+    assert_loop(module, module.SAC, due, LOSSES, monkeypatch, **more)
+
+
 # Whole runs
 
 

@@ -129,27 +129,36 @@ def test_one_update_agrees():
 
 
 def test_compiled_agents_agree():
-    """One graph per method, nothing compiles again, and one agent's updates are not another's."""
+    """One graph per method, and nothing compiles again while the replay buffer fills."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    reference, first = make_pair()
-    variant.compile_agent(first)  # fullgraph=True: a graph break is an error
+    reference, agent = make_pair()
+    variant.compile_agent(agent)  # fullgraph=True: a graph break is an error
     obs, noise = torch.randn(1, OBS), torch.randn(1, A)
     expected = reference.act(obs, noise)
-    torch.testing.assert_close(expected, first.act(obs, noise), atol=1e-6, rtol=0)
-    run_updates(reference, first, 1, 1e-5)
+    torch.testing.assert_close(expected, agent.act(obs, noise), atol=1e-6, rtol=0)
+    run_updates(reference, agent, 1, 1e-5)
     assert counters["stats"]["unique_graphs"] == 3
     rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, CPU)
     for step in transitions(60, 1):
         rb.add(step)
         batch = rb.sample()
-        first.update_critic(batch, torch.randn_like(batch.actions))
-        first.update_actor(batch.obs, torch.randn_like(batch.actions))
-        first.update_target()
-        first.act(torch.randn(1, OBS), torch.randn(1, A))
+        agent.update_critic(batch, torch.randn_like(batch.actions))
+        agent.update_actor(batch.obs, torch.randn_like(batch.actions))
+        agent.update_target()
+        agent.act(torch.randn(1, OBS), torch.randn(1, A))
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
 
+
+@pytest.mark.usefixtures("backend")
+def test_compiled_updates_of_one_agent_are_not_anothers():
+    """Of which tensors a graph belongs to is decided when it is traced."""
+    _, first = make_pair()
+    variant.compile_agent(first)
+    batch, noise = random_batch(torch.Generator().manual_seed(3), CPU), torch.randn(B, A)
+    first.update_critic(batch, noise)
+    first.update_actor(batch.obs, noise)
     before = [parameter.clone() for parameter in first.parameters()]
     reference, second = make_pair(updates=5)
     variant.compile_agent(second)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from leanrl import stopwatch
-from leanrl.stopwatch import Stopwatch
+from leanrl.stopwatch import Run, Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -160,6 +160,54 @@ def test_cuda_sampling_with_a_fake_cuda(clock, monkeypatch, tmp_path):
     assert report["gpu_stages"]["inference"] == pytest.approx(4 * 61 * 0.5)
     assert report["gpu_stages"]["replay"] == pytest.approx(4 * 61 * 0.25)
     assert report["nvml_percent"] == [(at - 100.0, 40) for at in asked]
+
+
+def test_the_clock_is_read_when_the_device_has_done_its_work(clock, monkeypatch, tmp_path):
+    """What is queued is part of every measurement: of a row, of the warm-up and of the report."""
+    queued = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "clock", clock)
+    monkeypatch.setattr(FakeEvent, "done", True)
+
+    def synchronize():
+        clock.now += sum(queued)
+        queued.clear()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    watch = Stopwatch(torch.device("cuda"), warmup_steps=10)
+
+    def launch(seconds):
+        with watch.stage("backpropagation"):
+            clock.now += 1.0
+            queued.append(seconds)
+
+    launch(4.0)
+    with watch.stage("logging"):
+        row = watch.measure(5)
+    assert row["sps"] == 5 / 5 and row["seconds"] == 5.0
+    assert row["stages"] == {"untracked": 0.0, "backpropagation": 1.0, "logging": 4.0}
+    launch(6.0)
+    watch.tick(10)
+    assert watch.warmup_seconds == 12.0 and not queued
+    launch(7.0)
+    watch.tick(26)
+    assert watch.measure(26)["sps_steady"] == 16 / 8
+    launch(8.0)
+    report = watch.report(tmp_path / "stages.json")
+    assert report["seconds"] == 17.0 and report["wall_seconds"] == 29.0 and report["sps"] == 26 / 29
+
+
+@pytest.mark.parametrize(("per_iteration", "every"), [(3, 10), (4, 6), (1, 7), (8, 5), (5, 5)])
+def test_what_is_due_is_due_once_per_multiple(per_iteration, every):
+    """Also where the steps of an iteration do not divide it, and from any step of a resumed run."""
+    run = SimpleNamespace(steps_per_iteration=per_iteration, total_steps=per_iteration * 40)
+    for start in (0, per_iteration * 3):
+        for step in range(start + per_iteration, run.total_steps, per_iteration):
+            run.step, passed = step, step // every > (step - per_iteration) // every
+            assert Run.due(run, every) == Run.due(run, every, at_end=True) == passed, step
+            assert not Run.due(run, 0) and not Run.due(run, 0, at_end=True)
+    run.step = run.total_steps
+    assert [Run.due(run, *asked) for asked in ((0, False), (0, True), (every, False))] == [0, 1, 1]
 
 
 # A trace

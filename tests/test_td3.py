@@ -4,6 +4,7 @@ What TD3 shares with SAC to the letter is tested there; that it is shared is tes
 """
 
 import copy
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from test_sac import read_scalars
+from test_sac import assert_loop, read_scalars
 from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
 
 from leanrl import td3_continuous_action as baseline
@@ -172,7 +173,10 @@ def test_actor_loss_is_minus_the_first_network_value(module, make_agent):
 
 
 def test_each_update_moves_its_own_networks(module, make_agent):
-    agent, batch = make_agent(tau=0.1), make_batch()
+    agent, batch = make_agent(tau=0.1, learning_rate=1e-3), make_batch()
+    fresh = module.TD3(agent.args, 3, gym.spaces.Box(np.float32(LOW), np.float32(HIGH)), CPU)
+    for target, network in ((fresh.actor_target, fresh.actor), (fresh.qf_target, fresh.qf)):
+        assert all(map(torch.equal, target.parameters(), network.parameters()))
 
     def moved(update, *inputs):
         """The networks of which every tensor changed; none may change in part."""
@@ -185,9 +189,17 @@ def test_each_update_moves_its_own_networks(module, make_agent):
         assert all(len(kinds) == 1 for kinds in changed.values()), changed
         return before, [name for name, kinds in changed.items() if kinds == {True}]
 
-    assert moved(agent.update_critic, batch, torch.randn(5, 2))[1] == ["qf"]
+    def longest(before, network):
+        """Of all changes: in the first step of Adam, the learning rate."""
+        now = [(name, x) for name, x in agent.named_parameters() if name.startswith(network + ".")]
+        return max((x - before[name]).abs().max().item() for name, x in now)
+
+    before, changed = moved(agent.update_critic, batch, torch.randn(5, 2))
+    assert changed == ["qf"] and longest(before, "qf") == pytest.approx(1e-3, rel=1e-3)
     loss = module.actor_loss(agent, batch.obs).item()
+    before = {name: tensor.clone() for name, tensor in agent.named_parameters()}
     assert to_numbers(agent.update_actor(batch.obs)) == {"losses/actor_loss": pytest.approx(loss)}
+    assert longest(before, "actor") == pytest.approx(1e-3, rel=1e-3)
     assert module.actor_loss(agent, batch.obs).item() < loss
     assert moved(agent.update_actor, batch.obs)[1] == ["actor"]
     before, changed = moved(agent.update_target)
@@ -507,7 +519,16 @@ def test_policy_and_targets_are_delayed(
         expected.append("update_critic")
         if number % policy_frequency == 0:
             expected += ["update_actor", "update_target"]
-    assert [name for name, _ in calls if name.startswith("update")] == expected
+    updates = [(name, inputs) for name, inputs in calls if name.startswith("update")]
+    assert [name for name, _ in updates] == expected
+    for (before, its), (name, inputs) in itertools.pairwise(updates):
+        if name == "update_actor":  # of the same transitions
+            assert before == "update_critic" and torch.equal(its[0].obs, inputs[0])
+
+
+def test_the_loop_acts_learns_and_stores_as_it_says(module, monkeypatch):
+    losses = "qf1_loss qf2_loss qf_loss qf1_values qf2_values actor_loss".split()
+    assert_loop(module, module.TD3, lambda number: (number % 3 == 0,), losses, monkeypatch)
 
 
 def test_a_resumed_run_goes_on_from_its_checkpoint(module, capsys):
