@@ -224,17 +224,18 @@ class Outcome:
 
 BAR = re.compile(r" *\d+%\|[^|\r\n]*\| [\d.kM]+/[\d.kM]+ \[[^\]\r\n]*\]")
 NUMPY = re.compile(  # where Gymnasium normalizes what is not finite: a line and its source
-    r"\S+/(gymnasium/wrappers|numpy/_core)/\S+: RuntimeWarning: "
+    r"\S+/(gymnasium/wrappers|numpy/_core|leanrl)/\S+: RuntimeWarning: "
     r"(overflow|invalid value) encountered in [^\n]*\n  [^\n]*\n"
 )
 EXPECTED = re.compile(
     "|".join(
         [
-            r"\S+ +[\d,.]+ s +[\d,.]+ us/step",  # a row of the stopwatch
+            r" *\S+ +[\d,.]+ s *[\d,.]+ us/step",  # a row of the stopwatch
+            r" *\d+%\|[^|]*\| .*<\?, *",  # the bar, before its first refresh
             r"(nan|[\d,.]+) steps/s, .*",
             r"resumed at step [\d,]+, with fresh episodes",
             r"evaluation at [\d,]+: (nan|[\d,.-]+)",
-            r".*GLFWError: .*|  warnings\.warn\(message, GLFWError\)",  # before the line that counts
+            r".*GLFWError: .*|  warnings\.warn\(message, GLFWError\)",  # its line follows
             r"WARNING: compiler attribute 'settotalmass' is deprecated .*",  # MuJoCo
         ]
     )
@@ -417,7 +418,7 @@ def tail_of(outcome: Outcome) -> list[str]:
 def is_tyro(text: str, names: str | None) -> bool:
     """Whether it is tyro's own answer, a few lines, to a flag that it cannot parse."""
     short = len(text.strip().splitlines()) < 16 and "Traceback" not in text
-    its_own = "For full helptext, see" in text
+    its_own = "For full helptext, " in text
     return bool(short and its_own and names is not None and re.search(names, text, re.IGNORECASE))
 
 
