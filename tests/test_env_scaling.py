@@ -132,6 +132,13 @@ def test_samples_are_per_step():
     assert len(samples) == 3 and all(0.002 <= seconds < 0.02 for seconds in samples)
 
 
+def test_a_copy_reads_and_writes_and_the_best_one_counts(monkeypatch):
+    """256 MB each: what takes 0.5 s moves a GB per second."""
+    monkeypatch.setattr(env_scaling, "time_steps", lambda *_, **__: [1.0, 0.5, 2.0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert env_scaling.measure_limits() == {"cpu": 2**30}
+
+
 def test_the_bytes_per_step():
     """Of the tensors that the kernel is given, but the count of ended episodes, seldom touched."""
     envs, seen = env_scaling.KernelCartPole(1000, CPU), []

@@ -184,6 +184,12 @@ def test_overlapping_streams_count_as_a_union():
     stage = rounded(trace, "backpropagation")
     assert (stage["gpu_s"], stage["kernels"]) == (150, 3)
     assert trace["gpu_busy"] == pytest.approx(0.15)
+    api = [("cuda_runtime", "cudaLaunchKernel", *times) for times in ((150, 160, 1), (410, 420, 2))]
+    kernels = [("kernel", "k", 500, 600, i) for i in (1, 2)]
+    trace = reduced([*WINDOW, *api, *kernels])
+    for name in ("simulation", "backpropagation"):  # both had the GPU, which was busy once
+        assert rounded(trace, name)["gpu_s"] == 100
+    assert trace["gpu_busy"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("category", ["cuda_runtime", "cuda_driver"])

@@ -123,11 +123,11 @@ def scripted():
 
 @SCRIPTS
 @pytest.mark.parametrize("ring", [5000, 200], ids=["growing", "wrapped"])
-def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys):
+def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys, monkeypatch):
     """A step without an update shows what was restored; then the run goes on and ends."""
     flags = {"num_envs": 2, "buffer_size": ring, "utd_ratio": 0.2, "save_model": True, "seed": 7}
     flags |= {"cuda": False}  # another device has a generator of its own
-    run_dir = train(module, **flags, total_timesteps=250)
+    run_dir = train(module, **flags, total_timesteps=251)  # 250 are whole steps of both
     files = {path.name: path.read_bytes() for path in run_dir.iterdir()}
     before = read_checkpoint(run_dir)
     assert "fresh" not in capsys.readouterr().err
@@ -148,7 +148,11 @@ def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys):
     starts = module.make_envs("Pendulum-v1", 2).reset(seed=7 + 250)[0]
     torch.testing.assert_close(obs, torch.tensor(starts))
 
+    measured, measure = [], module.Stopwatch.measure
+    spy = lambda watch, steps: measured.append(steps) or measure(watch, steps)  # noqa: E731
+    monkeypatch.setattr(module.Stopwatch, "measure", spy)
     train(module, **flags, total_timesteps=500, resume=str(run_dir))
+    assert max(measured) == 500 - 252  # its speed is that of its own steps
     end = read_checkpoint(run_dir)
     assert end["global_step"] == 500
     updates = [optimizer_steps(checkpoint) for checkpoint in (before, end)]
@@ -162,7 +166,8 @@ def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys):
 
     flags |= {"num_envs": 3, "buffer_size": 100}  # a smaller ring keeps what fits, in whole steps
     train(module, **flags, total_timesteps=530, resume=str(run_dir))
-    assert len(stored(read_checkpoint(run_dir)["replay"])) == 99
+    smaller = read_checkpoint(run_dir)["replay"]
+    assert len(stored(smaller)) == 99 and smaller["position"] % 3 == 0
 
 
 def stored(replay: dict) -> torch.Tensor:
@@ -226,6 +231,24 @@ def test_checkpoints_and_evaluations_leave_no_trace_in_training():
     assert expected.keys() == found.keys()
     stages = json.loads((busy / "stages.json").read_text())["stages"]
     assert stages.keys() == {"untracked", "evaluation"} and stages["evaluation"] > 0
+
+
+def test_what_came_after_the_checkpoint_is_not_drawn_any_more(scripted):
+    """An episode ends every 50 steps; the run is interrupted 60 steps after its checkpoint."""
+
+    def on_step(step, obs):
+        if step == 180:
+            raise KeyboardInterrupt
+        return obs, 1.0
+
+    flags = {"env_id": scripted(on_step), "checkpoint_every": 120}
+    assert stopped(baseline, **flags, total_timesteps=1000) == "interrupted after 179 steps"
+    (run_dir,) = Path("runs").iterdir()
+    episodes = read_scalars(run_dir)["charts/episodic_return"]
+    assert [step for step, _ in episodes] == [50, 100, 150]
+    train(baseline, **flags, total_timesteps=240, resume=str(run_dir))
+    episodes = read_scalars(run_dir)["charts/episodic_return"]
+    assert [step for step, _ in episodes] == [50, 100, 170, 220]
 
 
 @pytest.mark.usefixtures("backend")
@@ -318,7 +341,10 @@ def test_a_run_that_is_at_work_is_left_alone():
 
 def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
     """Before any directory is made; two runs that begin in the same second both have one."""
-    assert "is no checkpoint" in stopped(baseline, resume="")  # as of a shell's unset variable
+    message = stopped(baseline, total_timesteps=110, resume="")  # as of a shell's unset variable
+    assert "is no checkpoint" in message
+    with pytest.raises(SystemExit, match="is no checkpoint"):
+        command_line(monkeypatch, baseline, "--resume", "")
     for steps in (99, 100):  # SMALL has 100 random ones
         message = stopped(baseline, total_timesteps=steps)
         assert message == "--total-timesteps: no iteration is left after 100 steps"
@@ -478,7 +504,7 @@ def test_losses_and_weights_that_are_not_finite_end_the_run(scripted, monkeypatc
     rewards.append(1.0)
 
     def spoil(agent):
-        agent.qf[1][0].weight.data.fill_(math.nan)
+        agent.qf[1][0].weight.data[3, 1] = math.nan
 
     monkeypatch.setattr(baseline.SAC, "update_target", spoil)
     flags = {"total_timesteps": 1000, "utd_ratio": 0.01, "checkpoint_every": 10}

@@ -149,7 +149,7 @@ def test_truncated_episodes_bootstrap_from_their_final_observation(module, tmp_p
         lambda self, batch: (stored.append(batch._make(map(np.array, batch))), add(self, batch)),
     )
     gym.register("TwoEnds-v0", entry_point=lambda **_: TwoEnds())
-    flags = {"env_id": "TwoEnds-v0", "total_timesteps": 48, "learning_starts": 60, "num_envs": 2}
+    flags = {"env_id": "TwoEnds-v0", "total_timesteps": 48, "learning_starts": 47, "num_envs": 2}
     try:
         module.main(module.Args(**flags, batch_size=8, buffer_size=100))
     finally:

@@ -326,7 +326,7 @@ def transitions(count, num_envs, seed=0):
 
 @pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])
 def test_replay_returns_what_was_stored(script):
-    args = script.Args(buffer_size=50, num_envs=4, batch_size=B)  # 48 rows, filled 1.25 times
+    args = script.Args(buffer_size=50, num_envs=4, batch_size=48)  # 48 rows, filled 1.25 times
     rb = script.ReplayBuffer(args, OBS, A, CPU)
     stored = {}
     for i, step in enumerate(transitions(15, 4)):
@@ -335,9 +335,9 @@ def test_replay_returns_what_was_stored(script):
             stored[(i * 4 + n) % 48] = [np.float32(part[n]) for part in step]
     rewards = {float(parts[3]): parts for parts in stored.values()}
     seen = set()
-    for _ in range(10):
+    for _ in range(50):
         batch = rb.sample()
-        for row in range(B):
+        for row in range(48):
             expected = rewards[batch.rewards[row].item()]  # KeyError: overwritten or never stored
             for part, value in zip(batch, expected, strict=True):
                 np.testing.assert_array_equal(part[row].numpy(), value)

@@ -87,6 +87,14 @@ def test_rows_with_cuda(tmp_path):
     assert rows["eager"]["skipped"] == "no finished run"
 
 
+def test_the_first_warm_up_is_that_of_the_first_run(tmp_path):
+    for number, warmup in enumerate((20.0, 10.0, 30.0)):
+        make_run(tmp_path, number, config("compile", number + 1), stages(10, warmup))
+    _, record = tabulate(tmp_path, tmp_path)
+    (row,) = (row for row in record["rows"] if "runs" in row)
+    assert row["warmup_seconds"] == {"first": 20.0, "best": 10.0}
+
+
 def test_cudagraphs_without_a_device_counts_as_what_it_ran(tmp_path):
     path = make_run(tmp_path, 1, config("compile+cudagraphs"), stages(10))
     assert run_dirs.read_run(path).row == "compile"

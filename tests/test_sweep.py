@@ -174,7 +174,8 @@ while "until" in flags and not Path(flags["until"]).exists():
     time.sleep(0.02)
 if "fails" in flags and not Path(flags["fails"]).exists():
     raise SystemExit("what went wrong")
-keep = {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+names = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_AUTH_TOKEN"
+keep = {k: v for k, v in os.environ.items() if k in names}
 Path("runs/the_run").mkdir(parents=True)
 Path("runs/the_run/found.json").write_text(json.dumps({"flags": flags, "environment": keep}))
 """
@@ -332,7 +333,8 @@ def test_damaged_records_are_named_and_the_others_listed(place):
     assert len(list((place / "runs/study").glob("*/attempts/1/runs/the_run"))) == len(broken)
 
 
-def test_what_a_variant_leaves(place):
+def test_what_a_variant_leaves(place, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")  # which no run needs to know
     call("run", write_sweep(place, {"seed": [7], "compile": [True]}), check=0)
     (folder,) = (path.parent for path in (place / "runs/study").glob("*/variant.json"))
     about = json.loads((folder / "variant.json").read_text())
@@ -342,12 +344,17 @@ def test_what_a_variant_leaves(place):
     assert status["state"] == "finished" and status["exit_status"] == 0
     assert status["ended"] >= status["started"] and status["attempt"] == 1
     assert (folder / "stdout.log").read_text() == "started\n"
+    (found,) = found_in(place).values()
+    assert "OMP_NUM_THREADS" in found["environment"]
+    assert "RAY_AUTH_TOKEN" not in found["environment"]
 
 
-def test_cores_and_gpus_are_shared_out():
-    cores = len(os.sched_getaffinity(0))
-    assert sweep.slots(2, None, []) == [{"OMP_NUM_THREADS": str(max(1, cores // 2))}] * 2
-    assert sweep.slots(None, None, []) == [{"OMP_NUM_THREADS": str(cores)}]
+def test_cores_and_gpus_are_shared_out(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for workers, threads in ((None, 8), (1, 8), (2, 4), (3, 2), (8, 1), (20, 1)):
+        slots = sweep.slots(workers, None, [])
+        assert slots == [{"OMP_NUM_THREADS": str(threads)}] * (workers or 1)
 
     def devices(*arguments):
         return [slot["CUDA_VISIBLE_DEVICES"] for slot in sweep.slots(*arguments)]

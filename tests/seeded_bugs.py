@@ -1,0 +1,1542 @@
+"""Do the tests still bite? Bugs that were put in on purpose, each with the test that must fail.
+
+    python tests/seeded_bugs.py                     all of them, one after the other
+    python tests/seeded_bugs.py --jobs 2            two at a time
+    python tests/seeded_bugs.py --only ppo_atari    those of files, tests or texts that match *GLOB*
+    python tests/seeded_bugs.py --all-tests         by all test files that name the script
+    python tests/seeded_bugs.py --table BUGS.json   others than those below
+
+Each bug is written into every file that shares its text, in a copy of the repository: that twins
+differ cannot show it, only what the code does. First all named tests run without a bug, because a
+test that fails anyway shows nothing. Then each bug has a process of its own, in which its test runs
+until the first failure. A line says what came of it:
+
+    caught       by that test, with the error
+    not caught   the test passes, was skipped here, did not end, or the script cannot be imported
+    stale        the old text is not found as often as said: whoever changed it mends the entry
+
+The exit status is 0 if all are caught and 1 otherwise. Who changes a script runs this with --only;
+who adds a test adds the bug that it catches to the table below, seen to fail.
+"""
+
+import argparse
+import ast
+import fnmatch
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+# what compares texts, which a bug in all files at once does not touch or touches trivially
+TEXT_TESTS = "test_shared.py", "test_seeded_bugs.py"
+TEXT_NAMES = "differing_hunks", "carries_the_region", "to_the_letter"
+LIMIT = 600  # seconds for a test, however busy the machine
+IMPORTS = "gymnasium matplotlib.pyplot mujoco pytest tensordict.nn torch torch._dynamo"
+IMPORTS += " torch.utils.tensorboard tqdm tyro"
+
+
+class Bug(NamedTuple):
+    """A change of `old` to `new` in all `files`, which `test` must notice."""
+
+    files: str  # patterns below the repository, separated by spaces
+    old: str
+    new: str
+    test: str  # pytest's name of it below tests/
+    times: int = 1  # how often the old text stands in each of the files
+
+    def paths(self, root: Path = ROOT) -> list[Path]:
+        return [path for pattern in self.files.split() for path in sorted(root.glob(pattern))]
+
+
+# where a text stands that several scripts share
+REGION = "leanrl/stopwatch.py leanrl/*_*.py"
+SAC = "leanrl/sac_*.py"
+TD3 = "leanrl/td3_*.py"
+OFF_POLICY = f"{SAC} {TD3}"
+PPO = "leanrl/ppo_*.py"
+CONTINUOUS = "leanrl/ppo_continuous_*.py"
+PPO_GYMNASIUM = "leanrl/ppo_continuous_action.py leanrl/ppo_continuous_action_torchcompile.py"
+ASYNC = "leanrl/ppo_*_async*.py"
+ATARI = "leanrl/ppo_atari_*.py"
+CARTPOLE = "leanrl/ppo_cartpole_*.py"
+GAMES = f"{ATARI} {CARTPOLE}"
+WORLDS = "leanrl/*_mujoco_*.py"
+PPO_WORLDS = "leanrl/ppo_mujoco_*.py"
+VARIANTS = "leanrl/*_torchcompile.py"
+SWEEP = "leanrl/sweep.py"
+
+BUGS = [
+    # Losses of SAC and TD3
+    Bug(
+        SAC,
+        "next_values = next_q.amin(dim=0) - agent.log_alpha",
+        "next_values = next_q.mean(dim=0) - agent.log_alpha",
+        "test_sac.py::test_losses_match_the_paper",
+    ),
+    Bug(
+        SAC,
+        "values = agent.qf(obs, actions).amin(dim=0)",
+        "values = agent.qf(obs, actions)[0]",
+        "test_sac.py::test_losses_match_the_paper",
+    ),
+    Bug(
+        SAC,
+        "surplus = -log_probs.detach() - target_entropy",
+        "surplus = -log_probs.detach() + target_entropy",
+        "test_sac.py::test_losses_match_the_paper",
+    ),
+    Bug(
+        SAC,
+        "- 2 * (math.log(2) - x - F.softplus(-2 * x))",
+        "- 2 * (math.log(2) - x - F.softplus(-x))",
+        "test_sac.py::test_log_probs_match_the_density",
+    ),
+    Bug(
+        SAC,
+        "LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0",
+        "LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0",
+        "test_sac.py::test_log_probs_match_the_density",
+    ),
+    Bug(
+        TD3,
+        "next_values = next_q.amin(dim=0)\n",
+        "next_values = next_q.amax(dim=0)\n",
+        "test_td3.py::test_critic_losses_match_the_paper",
+    ),
+    Bug(
+        TD3,
+        "actions = self(obs) + noise * self.action_scale",
+        "actions = self(obs) + noise",
+        "test_td3.py::test_noise_counts_in_half_ranges_and_actions_stay_in_the_box",
+    ),
+    Bug(
+        TD3,
+        "low = self.action_bias - self.action_scale",
+        "low = -self.action_scale",
+        "test_td3.py::test_noise_counts_in_half_ranges_and_actions_stay_in_the_box",
+    ),
+    Bug(
+        TD3,
+        "targets = [*self.actor_target.parameters(), *self.qf_target.parameters()]\n"
+        "        parameters = [*self.actor.parameters(), *self.qf.parameters()]",
+        "targets = [*self.qf_target.parameters()]\n        parameters = [*self.qf.parameters()]",
+        "test_td3.py::test_each_update_moves_its_own_networks",
+    ),
+    # SAC and TD3: the agent and its replay buffer
+    Bug(
+        SAC,
+        "self.target_entropy = -float(action_dim)",
+        "self.target_entropy = -0.5 * action_dim",
+        "test_sac.py::test_an_agent_begins_as_it_is_told_and_each_update_moves_its_own_networks",
+    ),
+    Bug(
+        SAC,
+        "if self.args.autotune:",
+        "if self.args.alpha:",
+        "test_sac_parity.py::test_fixed_temperature_stays",
+    ),
+    Bug(
+        OFF_POLICY,
+        "self.size = max(self.size, end)",
+        "self.size = end",
+        "test_sac_parity.py::test_replay_returns_what_was_stored",
+    ),
+    Bug(
+        OFF_POLICY,
+        "self.position = end % self.capacity",
+        "self.position = end % (self.capacity - 1)",
+        "test_sac_parity.py::test_replay_returns_what_was_stored",
+    ),
+    Bug(
+        "leanrl/sac_*_torchcompile.py leanrl/td3_*_torchcompile.py",
+        "index = (uniform * self.device_size).long()",
+        "index = (uniform * self.device_size - 1).long()",
+        "test_sac_parity.py::test_replay_samples_uniformly_while_it_grows",
+    ),
+    Bug(
+        "leanrl/sac_*_torchcompile.py leanrl/td3_*_torchcompile.py",
+        "self.device_size.fill_(self.size)",
+        "self.device_size.fill_(self.capacity)",
+        "test_resume.py::test_a_compiled_run_resumes_like_an_eager_one",
+    ),
+    Bug(
+        VARIANTS,
+        "torch._foreach_mul_(denominators, (1 - beta2_power).rsqrt())",
+        "torch._foreach_mul_(denominators, (1 - beta2_power).sqrt())",
+        "test_sac_parity.py::test_adam_matches_torch",
+    ),
+    Bug(
+        VARIANTS,
+        "torch._foreach_lerp_(self.exp_avgs, gradients, 1 - beta1)",
+        "torch._foreach_lerp_(self.exp_avgs, gradients, beta1)",
+        "test_sac_parity.py::test_adam_matches_torch",
+    ),
+    Bug(
+        VARIANTS,
+        "assert vars(agent.args) == recorded,",
+        "assert agent.args,",
+        "test_cartpole.py::test_a_captured_epoch_refuses_other_args",
+    ),
+    # SAC and TD3: main
+    Bug(
+        f"{TD3} leanrl/sac_continuous_*.py",
+        'last_obs[i] = infos["final_obs"][i]',
+        "last_obs[i] = next_obs[i]",
+        "test_sac.py::test_truncated_episodes_bootstrap_from_their_final_observation",
+    ),
+    Bug(
+        f"{TD3} leanrl/sac_continuous_*.py",
+        "terminated=terminated,",
+        "terminated=terminated | truncated,",
+        "test_sac.py::test_truncated_episodes_bootstrap_from_their_final_observation",
+    ),
+    Bug(
+        OFF_POLICY,
+        "learning_steps = run.step + args.num_envs - args.learning_starts",
+        "learning_steps = run.step - args.learning_starts",
+        "test_sac.py::test_update_to_data_ratio",
+    ),
+    Bug(
+        OFF_POLICY,
+        "due_updates = int(learning_steps * args.utd_ratio)",
+        "due_updates = math.ceil(learning_steps * args.utd_ratio)",
+        "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had[growing-baseline]",
+    ),
+    Bug(
+        OFF_POLICY,
+        "actor_due = num_updates % args.policy_frequency == 0",
+        "actor_due = num_updates % 2 == 0",
+        "test_td3.py::test_policy_and_targets_are_delayed",
+    ),
+    Bug(
+        "leanrl/sac_continuous_*.py",
+        "for _ in range(self.args.policy_frequency):",
+        "for _ in range(1):",
+        "test_sac.py::test_update_to_data_ratio",
+    ),
+    Bug(
+        OFF_POLICY,
+        "learning_steps = max(run.start_step - args.learning_starts, 0)",
+        "learning_steps = 0",
+        "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
+    ),
+    Bug(
+        f"{OFF_POLICY} {ATARI}",
+        "seed = args.seed + run.start_step",
+        "seed = args.seed",
+        "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
+    ),
+    Bug(
+        OFF_POLICY,
+        'rb.load_state_dict(run.checkpoint["replay"])',
+        'rb.position = run.checkpoint["replay"]["position"]',
+        "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
+    ),
+    # Evaluation
+    Bug(
+        f"{OFF_POLICY} {CONTINUOUS} {CARTPOLE} {WORLDS}",
+        "unseen = args.seed + 2**31",
+        "unseen = args.seed",
+        "test_sac.py::test_evaluation_is_the_mean_action_in_fixed_episodes",
+    ),
+    Bug(
+        f"{PPO} {OFF_POLICY}",
+        "returns += running * rewards",
+        "returns += rewards",
+        "test_sac.py::test_every_episode_of_an_evaluation_counts_once",
+    ),
+    Bug(
+        f"{PPO} {OFF_POLICY}",
+        "running &= ~(terminated | truncated)",
+        "running &= ~terminated",
+        "test_ppo.py::test_an_evaluation_is_the_mean_action_under_frozen_statistics",
+    ),
+    Bug(
+        CONTINUOUS,
+        "inputs = (torch.as_tensor(obs) - mean) / std",
+        "inputs = torch.as_tensor(obs) / std - mean",
+        "test_ppo.py::test_an_evaluation_is_the_mean_action_under_frozen_statistics",
+    ),
+    Bug(
+        CONTINUOUS,
+        'means = statistics["obs_rms_mean"]  # (N, O)\n    mean = means.mean(dim=0)',
+        'means = statistics["obs_rms_mean"]  # (N, O)\n    mean = means[0]',
+        "test_ppo.py::test_an_evaluation_is_the_mean_action_under_frozen_statistics",
+    ),
+    # PPO: losses and agent
+    Bug(
+        PPO,
+        "weights = gamma * lam * (1 - ended)",
+        "weights = gamma * lam * torch.ones_like(ended)",
+        "test_ppo.py::test_advantages_match_a_loop_in_float64",
+    ),
+    Bug(
+        "leanrl/ppo_*_torchcompile.py",
+        "more = weights[: len(begin)] * advantages[distance:]",
+        "more = weights[-len(begin) :] * advantages[distance:]",
+        "test_ppo.py::test_advantages_match_a_loop_in_float64",
+    ),
+    Bug(
+        f"{GAMES} {CONTINUOUS}",
+        "errors = torch.max(errors, clipped_errors)",
+        "errors = clipped_errors",
+        "test_ppo.py::test_losses_match_plain_loops",
+    ),
+    Bug(
+        f"{GAMES} {CONTINUOUS}",
+        "change = (values - batch.values).clamp(-clip_coef, clip_coef)",
+        "change = (values - batch.returns).clamp(-clip_coef, clip_coef)",
+        "test_ppo.py::test_losses_match_plain_loops",
+    ),
+    Bug(
+        PPO,
+        "loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value",
+        "loss = of_policy - args.ent_coef * entropy + 0.5 * of_value",
+        "test_atari.py::test_losses_match_plain_loops",
+    ),
+    Bug(
+        f"{GAMES} {CONTINUOUS}",
+        "value_clip = args.clip_coef if args.clip_vloss else None",
+        "value_clip = args.clip_coef",
+        "test_ppo.py::test_losses_match_plain_loops",
+    ),
+    Bug(
+        PPO,
+        "(ratios - 1).abs() > args.clip_coef",
+        "(ratios - 1) > args.clip_coef",
+        "test_atari.py::test_metrics_of_updates_and_target_kl",
+    ),
+    Bug(
+        f"{ATARI} {PPO_GYMNASIUM}",
+        "                returns=advantages + rollout.values,",
+        "                returns=advantages + following,",
+        "test_ppo.py::test_an_iteration_is_that_of_stable_baselines3",
+    ),
+    Bug(
+        f"{ATARI} {PPO_GYMNASIUM}",
+        "following = torch.where(rollout.ended.bool(), rollout.final_values, following)",
+        "following = following + rollout.final_values",
+        "test_ppo.py::test_an_iteration_is_that_of_stable_baselines3",
+    ),
+    # PPO: environments and main
+    Bug(
+        "leanrl/ppo_continuous_*_torchcompile.py",
+        "        centered = x - mean\n        var += (delta * centered - var) / count",
+        "        centered = x - mean\n        var += (delta * delta - var) / count",
+        "test_ppo.py::test_the_variants_environments_are_those_of_gymnasiums_wrappers",
+    ),
+    Bug(
+        "leanrl/ppo_continuous_*_torchcompile.py",
+        "            if terminated[i]:\n                discounted[i] = 0",
+        "            if terminated[i] or truncated[i]:\n                discounted[i] = 0",
+        "test_ppo.py::test_the_variants_environments_are_those_of_gymnasiums_wrappers",
+    ),
+    Bug(
+        PPO_GYMNASIUM,
+        "rollout.final_values[t, i] = final_value * (not terminated[i])",
+        "rollout.final_values[t, i] = final_value",
+        "test_ppo.py::test_only_a_truncation_bootstraps_from_its_final_observation",
+    ),
+    Bug(
+        PPO,
+        "learning_rate *= 1 - run.step / run.total_steps",
+        "learning_rate *= 1 - (run.step + batch_size) / run.total_steps",
+        "test_ppo.py::test_run_from_end_to_end",
+    ),
+    Bug(
+        PPO,
+        'row["losses/clipfrac"] = torch.cat(clipfracs).mean()',
+        'row["losses/clipfrac"] = clipfracs[-1].mean()',
+        "test_atari.py::test_metrics_of_updates_and_target_kl",
+    ),
+    Bug(
+        f"{GAMES} {CONTINUOUS}",
+        "if args.target_kl is not None and approx_kl > args.target_kl:",
+        "if args.target_kl is not None and approx_kl < args.target_kl:",
+        "test_atari.py::test_metrics_of_updates_and_target_kl",
+    ),
+    Bug(
+        PPO_GYMNASIUM,
+        'set_statistics(envs, run.checkpoint["statistics"])',
+        "get_statistics(envs)",
+        "test_ppo.py::test_a_resumed_run_goes_on_from_what_was_saved",
+    ),
+    Bug(
+        f"{PPO_GYMNASIUM} {CARTPOLE} {PPO_WORLDS}",
+        "obs, _ = envs.reset(seed=args.seed + run.start_step)",
+        "obs, _ = envs.reset(seed=args.seed)",
+        "test_cartpole.py::test_a_resumed_run_takes_up_what_was_saved",
+    ),
+    Bug(
+        f"{CONTINUOUS} {CARTPOLE} {PPO_WORLDS}",
+        "gains = math.sqrt(2), math.sqrt(2), gain",
+        "gains = math.sqrt(2), 1.0, gain",
+        "test_cartpole.py::test_networks_have_two_layers_of_tanh_and_orthogonal_weights_at_first",
+    ),
+    # Asynchronous PPO
+    Bug(
+        ASYNC,
+        "importance = (log_probs - rollout.log_probs).exp()",
+        "importance = (rollout.log_probs - log_probs).exp()",
+        "test_async.py::test_a_stale_rollout_is_corrected",
+    ),
+    Bug(
+        ASYNC,
+        '                        truncations.append((t, n, infos["final_obs"][n]))',
+        "                        truncations.append((t, n, next_obs[n]))",
+        "test_async.py::test_sync_is_the_synchronous_script",
+    ),
+    Bug(
+        ASYNC,
+        "slot = slots[version % len(slots)]",
+        "slot = slots[0]",
+        "test_async.py::test_acting_lags_by_so_many_updates_and_nothing_else_differs",
+    ),
+    Bug(
+        "leanrl/ppo_continuous_action_async.py",
+        "batch = agent.prepare(rollout, stale=staleness > 0)",
+        "batch = agent.prepare(rollout, stale=staleness > 1)",
+        "test_async.py::test_acting_lags_by_so_many_updates_and_nothing_else_differs",
+    ),
+    Bug(
+        ASYNC,
+        "while handed_out < min(version + len(slots), num_rollouts):",
+        "while handed_out < min(version + 1, num_rollouts):",
+        "test_async.py::test_acting_lags_by_so_many_updates_and_nothing_else_differs",
+    ),
+    Bug(
+        ASYNC,
+        "                    episodes.append((step, row))",
+        "                    episodes.append((step - args.num_envs, row))",
+        "test_async.py::test_sync_is_the_synchronous_script",
+    ),
+    # Atari and CartPole: environments
+    Bug(
+        ATARI,
+        "        truncated &= ~over\n",
+        "",
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once",
+    ),
+    Bug(
+        ATARI,
+        'self.returns += infos["reward"]  # not clipped',
+        "self.returns += rewards",
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once",
+    ),
+    Bug(
+        ATARI,
+        "self.lengths[whole] = 0",
+        "self.lengths[over] = 0",
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once",
+    ),
+    Bug(
+        GAMES,
+        "entropies = -(log_policy.exp() * log_policy).sum(dim=1)",
+        "entropies = -(log_policy.exp() * log_policy).mean(dim=1)",
+        "test_atari.py::test_losses_match_plain_loops",
+    ),
+    Bug(
+        GAMES,
+        "actions = (log_policy - noise.log()).argmax(dim=1)",
+        "actions = (log_policy + noise.log()).argmax(dim=1)",
+        "test_atari.py::test_actions_are_drawn_as_the_policy_says",
+    ),
+    Bug(
+        CARTPOLE,
+        "inertia = self.half_length * (4 / 3 - self.pole_mass * cos.square() / self.total_mass)",
+        "inertia = self.half_length * (4 / 3 - self.pole_mass * cos / self.total_mass)",
+        "test_cartpole.py::test_a_step_is_gymnasiums",
+    ),
+    Bug(
+        CARTPOLE,
+        "theta_limit = math.radians(12)",
+        "theta_limit = math.radians(13)",
+        "test_cartpole.py::test_a_step_is_gymnasiums",
+    ),
+    Bug(
+        CARTPOLE,
+        "    max_steps = 500\n",
+        "    max_steps = 501\n",
+        "test_cartpole.py::test_the_limit_truncates_whether_the_pole_stands_or_falls",
+    ),
+    Bug(
+        CARTPOLE,
+        "self.state.uniform_(-0.05, 0.05, generator=generator)",
+        "self.state.uniform_(0, 0.05, generator=generator)",
+        "test_cartpole.py::test_resets_are_uniform_and_independent",
+    ),
+    # MuJoCo's worlds: tasks
+    Bug(
+        WORLDS,
+        "rewards = speed - 0.1 * sum_squares(actions)",
+        "rewards = speed - 0.05 * sum_squares(actions)",
+        "test_mujoco.py::test_steps_are_gymnasiums[HalfCheetah-v5-c]",
+    ),
+    Bug(
+        WORLDS,
+        "upright = (height > 0.7) & (angle.abs() < 0.2)",
+        "upright = (height > 0.7) & (angle < 0.2)",
+        "test_mujoco.py::test_steps_are_gymnasiums[Hopper-v5-c]",
+    ),
+    Bug(
+        WORLDS,
+        "    velocities = s.qvel.clamp(-10, 10)\n",
+        "    velocities = s.qvel.clamp(-5, 5)\n",
+        "test_mujoco.py::test_steps_are_gymnasiums[Hopper-v5-c]",
+        times=2,
+    ),
+    Bug(
+        WORLDS,
+        "    upright = angle.abs() < 1\n",
+        "    upright = angle.abs() < 1.1\n",
+        "test_mujoco.py::test_steps_are_gymnasiums[Walker2d-v5-c]",
+    ),
+    Bug(
+        WORLDS,
+        "healthy = (height >= 0.2) & (height <= 1)",
+        "healthy = height >= 0.2",
+        "test_mujoco.py::test_steps_are_gymnasiums[Ant-v5-c]",
+    ),
+    Bug(
+        WORLDS,
+        "        s.cvel[:, 1:],",
+        "        s.cvel[:, :-1],",
+        "test_mujoco.py::test_steps_are_gymnasiums[Humanoid-v5-c]",
+    ),
+    Bug(
+        WORLDS,
+        "fallen = s.qpos[:, 1].abs() > 0.2",
+        "fallen = s.qpos[:, 1].abs() > 0.25",
+        "test_mujoco.py::test_steps_are_gymnasiums[InvertedPendulum-v5-c]",
+    ),
+    Bug(
+        WORLDS,
+        "costs = 0.01 * x.square() + (y - 2).square()",
+        "costs = 0.01 * x.abs() + (y - 2).square()",
+        "test_mujoco.py::test_steps_are_gymnasiums[InvertedDoublePendulum-v5-c]",
+    ),
+    Bug(
+        WORLDS,
+        "costs = costs + 5e-3 * upper.square()",
+        "costs = costs + 1e-3 * upper.square()",
+        "test_mujoco.py::test_steps_are_gymnasiums[InvertedDoublePendulum-v5-c]",
+    ),
+    # MuJoCo's worlds: environment and physics
+    Bug(
+        WORLDS,
+        "velocities.normal_(generator=generator)",
+        "velocities.normal_(std=0.5, generator=generator)",
+        "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
+    ),
+    Bug(
+        WORLDS,
+        "self.lengths.copy_(worlds * self.max_steps // self.num_envs)",
+        "self.lengths.fill_(0)",
+        "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
+    ),
+    Bug(
+        WORLDS,
+        "actions = actions.clamp(self.low, self.high)",
+        "actions = actions.clamp(self.low - 9, self.high + 9)",
+        "test_mujoco.py::test_more_than_their_space_is_clipped_and_wrong_shapes_fail",
+    ),
+    Bug(
+        WORLDS,
+        "terminated = terminated | ~finite",
+        "terminated = terminated & finite",
+        "test_mujoco.py::test_ends_limits_and_returns",
+    ),
+    Bug(
+        f"{WORLDS} {CARTPOLE}",
+        "truncated = self.lengths >= self.max_steps",
+        "truncated = self.lengths > self.max_steps",
+        "test_mujoco.py::test_ends_limits_and_returns",
+    ),
+    Bug(
+        WORLDS,
+        "            self.position -= x\n",
+        "",
+        "test_mujoco.py::test_x_does_not_grow",
+    ),
+    Bug(
+        WORLDS,
+        "rewards = rewards.where(finite, 0)",
+        "rewards = rewards.nan_to_num(1)",
+        "test_mujoco.py::test_ends_limits_and_returns",
+    ),
+    Bug(
+        WORLDS,
+        "self.needs_forces = not FORCES.isdisjoint(reads)",
+        "self.needs_forces = False",
+        "test_mujoco.py::test_steps_are_gymnasiums[Ant-v5-c]",
+    ),
+    Bug(
+        WORLDS,
+        "self.scale = env._reset_noise_scale",
+        "self.scale = 2 * env._reset_noise_scale",
+        "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
+    ),
+    # The region: the stopwatch
+    Bug(
+        REGION,
+        "self.seconds[self.open[-1]] += now - self.since",
+        "self.seconds[self.open[0]] += now - self.since",
+        "test_stopwatch.py::test_stages_keep_self_time_also_nested_and_after_exceptions",
+    ),
+    Bug(
+        REGION,
+        "if self.warmup_seconds is None and env_steps >= self.warmup_steps:",
+        "if self.warmup_seconds is None and env_steps > self.warmup_steps:",
+        "test_stopwatch.py::test_the_steady_window_leaves_out_warm_up_and_evaluation",
+    ),
+    Bug(
+        REGION,
+        'seconds = self.since - self.start - self.seconds["evaluation"]',
+        "seconds = self.since - self.start",
+        "test_stopwatch.py::test_the_steady_window_leaves_out_warm_up_and_evaluation",
+    ),
+    Bug(
+        REGION,
+        "steps = env_steps - self.first_step",
+        "steps = env_steps",
+        "test_stopwatch.py::test_the_steady_window_leaves_out_warm_up_and_evaluation",
+    ),
+    Bug(
+        REGION,
+        "            torch.cuda.synchronize()  # what is still queued belongs to it",
+        "            pass",
+        "test_stopwatch.py::test_cuda_sampling_with_a_fake_cuda",
+    ),
+    Bug(
+        REGION,
+        "self.iterations % 61 == 0 and",
+        "self.iterations % 60 == 0 and",
+        "test_stopwatch.py::test_cuda_sampling_with_a_fake_cuda",
+    ),
+    Bug(
+        REGION,
+        "first.elapsed_time(last) / 1e3 * share",
+        "first.elapsed_time(last) / 1e3",
+        "test_stopwatch.py::test_cuda_sampling_with_a_fake_cuda",
+    ),
+    Bug(
+        REGION,
+        "and self.iterations == self.trace_after:",
+        "and self.iterations > self.trace_after:",
+        "test_stopwatch.py::test_a_trace_holds_whole_iterations",
+    ),
+    # The region: the run
+    Bug(
+        REGION,
+        "if self.step >= self.total_steps:\n            return at_end or every > 0",
+        "if self.step >= self.total_steps:\n            return at_end",
+        "test_sac.py::test_run_from_end_to_end",
+    ),
+    Bug(
+        REGION,
+        "speed = self.watch.measure(self.step - self.start_step)",
+        "speed = self.watch.measure(self.step)",
+        "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
+    ),
+    Bug(
+        REGION,
+        "self.writer.add_scalar(tag, value, step or self.step)",
+        "self.writer.add_scalar(tag, value, self.step)",
+        "test_async.py::test_sync_is_the_synchronous_script",
+    ),
+    Bug(
+        REGION,
+        "        torch.set_rng_state(cpu_state)\n",
+        "",
+        "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
+    ),
+    Bug(
+        REGION,
+        '"args": vars(self.args),',
+        '"args": vars(type(self.args)()),',
+        "test_resume.py::test_flags_that_are_not_given_stay_and_a_new_learning_rate_counts",
+    ),
+    Bug(
+        REGION,
+        "purge_step=self.step + 1 if resumed else None",
+        "purge_step=None",
+        "test_resume.py::test_what_came_after_the_checkpoint_is_not_drawn_any_more",
+    ),
+    Bug(
+        REGION,
+        'begin = max(self.step, getattr(args, "learning_starts", 0))',
+        "begin = self.step",
+        "test_resume.py::test_what_a_run_cannot_begin_with_takes_one_line",
+    ),
+    Bug(
+        REGION,
+        "if env_id != args.env_id:",
+        "if False:",
+        "test_resume.py::test_what_a_run_cannot_begin_with_takes_one_line",
+    ),
+    Bug(
+        REGION,
+        "for second in count(int(time.time())):",
+        "for second in [int(time.time())] * 2:",
+        "test_resume.py::test_what_a_run_cannot_begin_with_takes_one_line",
+    ),
+    Bug(
+        REGION,
+        "if kind is KeyboardInterrupt or kind is SystemExit and not error.code:",
+        "if kind is KeyboardInterrupt:",
+        "test_resume.py::test_an_environment_that_ends_the_program_is_no_success",
+    ),
+    Bug(
+        f"{TD3} leanrl/sac_continuous_*.py",
+        "total = obs.sum() + actions.sum() + last_obs.sum() + rewards.sum()",
+        "total = actions.sum() + last_obs.sum() + rewards.sum()",
+        "test_resume.py::test_a_first_observation_that_is_not_finite_is_not_stored",
+    ),
+    Bug(
+        f"{TD3} leanrl/sac_continuous_*.py",
+        "if not abs(total) < 3e38:",
+        "if not math.isfinite(total):",
+        "test_resume.py::test_what_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint",
+    ),
+    Bug(
+        REGION,
+        "            partial.replace(path)\n    finally:\n        partial.unlink(missing_ok=True)",
+        "            partial.replace(path)\n    finally:\n        pass",
+        "test_resume.py::test_a_full_disk_leaves_the_last_checkpoint_and_one_line",
+    ),
+    Bug(
+        REGION,
+        'and set(found["args"]) == set(vars(args))',
+        'and set(found["args"]) >= set(vars(args))',
+        "test_resume.py::test_what_cannot_be_resumed_is_said_in_one_line",
+    ),
+    Bug(
+        REGION,
+        "if not 0 <= value <= AT_MOST.get(name, 1e12) or",
+        "if not 0 <= value <= 1e12 or",
+        "test_docs.py::test_every_number_has_a_range",
+    ),
+    Bug(
+        REGION,
+        'ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"""',
+        'ent_coef vf_coef exploration_noise policy_noise max_staleness"""',
+        "test_td3.py::test_bad_input_is_refused_before_any_work",
+    ),
+    Bug(
+        REGION,
+        "caught = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]",
+        "caught = list(SIGNALS)",
+        "test_resume.py::test_signals_end_a_run_in_one_line_but_those_that_are_ignored",
+    ),
+    Bug(
+        REGION,
+        "self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration",
+        "self.total_steps = args.total_timesteps",
+        "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
+    ),
+    # CUDA graphs, rehearsed without a GPU
+    Bug(
+        "leanrl/sac_*_torchcompile.py",
+        "        graphs[due]()\n",
+        "        graphs[False, False]()\n",
+        "test_rehearsal.py::test_a_script_on_cuda_computes_what_it_computes_on_the_cpu[fast-SAC]",
+    ),
+    Bug(
+        "leanrl/sac_*_torchcompile.py leanrl/td3_*_torchcompile.py",
+        "self.device_size.clamp_(min=end)",
+        "self.device_size = self.device_size.clamp(min=end)",
+        "test_rehearsal.py::test_a_script_on_cuda_computes_what_it_computes_on_the_cpu[fast-TD3]",
+    ),
+    Bug(
+        "leanrl/ppo_*_torchcompile.py",
+        "agent.optimizer.lr.fill_(learning_rate)",
+        "agent.optimizer.lr = torch.tensor(learning_rate, device=device)",
+        "test_rehearsal.py::test_a_script_on_cuda_computes_what_it_computes_on_the_cpu[fast-PPO]",
+    ),
+    # sweep.py
+    Bug(
+        SWEEP,
+        "text = json.dumps([script, sorted(params.items())])",
+        "text = json.dumps([script, list(params.items())])",
+        "test_sweep.py::test_a_variant_is_known_by_script_and_parameters",
+    ),
+    Bug(
+        SWEEP,
+        "if (type(value), value) in seen:",
+        "if value in [other for _, other in seen]:",
+        "test_sweep.py::test_true_and_one_are_two_values",
+    ),
+    Bug(
+        SWEEP,
+        'over = ("finished",) if options.retry_failed else ("finished", "failed")',
+        'over = ("finished",)',
+        "test_sweep.py::test_a_failure_stops_no_other_and_is_named",
+    ),
+    Bug(
+        SWEEP,
+        'return int(set(states) != {"finished"})',
+        'return int("failed" in states)',
+        "test_sweep.py::test_jobs_and_logs_and_stop",
+    ),
+    Bug(
+        SWEEP,
+        "threads = max(1, cores // len(shares))",
+        "threads = max(1, cores)",
+        "test_sweep.py::test_cores_and_gpus_are_shared_out",
+    ),
+    Bug(
+        SWEEP,
+        '    state = "failed" if status else "finished"',
+        '    state = "failed" if status > 0 else "finished"',
+        "test_sweep.py::test_a_run_that_a_signal_killed_has_failed",
+    ),
+    Bug(
+        SWEEP,
+        'inherited.pop("RAY_AUTH_TOKEN", None)',
+        'inherited.pop("RAY_TOKEN", None)',
+        "test_sweep.py::test_what_a_variant_leaves",
+    ),
+    Bug(
+        SWEEP,
+        'return answer.strip().lower() in ("", "y", "yes")',
+        'return answer.strip().lower()[:1] != "n"',
+        "test_sweep.py::test_jobs_and_logs_and_stop",
+    ),
+    Bug(
+        SWEEP,
+        'shares = [",".join(found[i : i + size]) for i in starts]',
+        'shares = [",".join(found[i : i + 1]) for i in starts]',
+        "test_sweep.py::test_cores_and_gpus_are_shared_out",
+    ),
+    # plots/
+    Bug(
+        "plots/curves.py",
+        "    cut = count // 4\n",
+        "    cut = count // 5\n",
+        "test_figures.py::test_interquartile_mean_is_of_the_middle_half",
+    ),
+    Bug(
+        "plots/curves.py",
+        "return tuple(np.percentile(means, (2.5, 97.5)))",
+        "return tuple(np.percentile(means, (25, 75)))",
+        "test_figures.py::test_the_stratified_bootstrap_draws_within_each_task",
+    ),
+    Bug(
+        "plots/curves.py",
+        "enough = (~np.isnan(values)).sum(0) > 1",
+        "enough = (~np.isnan(values)).sum(0) > 0",
+        "test_figures.py::test_where_one_seed_is_left_there_is_a_mean_and_no_interval",
+    ),
+    Bug(
+        "plots/curves.py",
+        "reached = x[y >= target]",
+        "reached = x[y > target]",
+        "test_figures.py::test_scores_count_who_never_arrives",
+    ),
+    Bug(
+        "plots/curves.py",
+        "return np.sort(np.concatenate([grid, middles]))",
+        "return grid",
+        "test_figures.py::test_no_line_joins_two_runs_with_a_gap_between_them",
+    ),
+    Bug(
+        "plots/run_dirs.py",
+        'pattern = "runs/*" if (path / "variant.json").exists() else "[!.]*"',
+        'pattern = "[!.]*"',
+        "test_figures.py::test_a_folder_of_runs_is_searched_for_runs",
+    ),
+    Bug(
+        "plots/record.py",
+        "statistics.fmean(series[RETURN].values[-10:])",
+        "statistics.fmean(series[RETURN].values)",
+        "test_figures.py::test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be",
+    ),
+    Bug(
+        "plots/traces.py",
+        'waits = re.search("Synchronize|Memcpy(?!.*Async)", name)',
+        'waits = re.search("Synchronize|Memcpy", name)',
+        "test_profile.py::test_synchronizations_and_blocking_copies_are_waits",
+    ),
+    Bug(
+        "plots/measure/speedup.py",
+        '"warmup_seconds": {"first": warmups[0], "best": min(warmups)}',
+        '"warmup_seconds": {"first": max(warmups), "best": min(warmups)}',
+        "test_speedup.py::test_the_first_warm_up_is_that_of_the_first_run",
+    ),
+    Bug(
+        "plots/measure/env_kernel.py",
+        "s[3] += 0.02f * theta_acc;",
+        "s[3] += 0.02f * x_acc;",
+        "test_env_kernel.py::test_kernel_and_tensors_agree_for_whole_episodes",
+    ),
+    Bug(
+        "plots/measure/env_kernel.py",
+        "return (mix(mix(mix(seed) + i) + 4 * episode + k) >> 40) / 16777216.0f;",
+        "return (mix(mix(mix(seed) + i) + episode + k) >> 40) / 16777216.0f;",
+        "test_env_kernel.py::test_what_holds_for_tensors_holds_for_the_kernel",
+    ),
+    Bug(
+        "plots/measure/env_scaling.py",
+        "found[device] = 2 * 4 * 2**26 / min(copies)",
+        "found[device] = 4 * 2**26 / min(copies)",
+        "test_env_scaling.py::test_a_copy_reads_and_writes_and_the_best_one_counts",
+    ),
+    # plots/measure/ and what reads its records
+    Bug(
+        "plots/measure/rounds.py",
+        "ratios.append(speed / other)",
+        "ratios.append(other / speed)",
+        "test_house.py::test_devices_are_compared_within_a_round",
+    ),
+    Bug(
+        "plots/measure/rounds.py",
+        "worths.append(1e6 / speed - 1e6 / other)",
+        "worths.append(1e6 / other - 1e6 / speed)",
+        "test_house.py::test_worth_is_measured_within_a_round",
+    ),
+    Bug(
+        "plots/env_report.py",
+        "turning = float(flat / per_env) if flat and per_env else None",
+        "turning = float(per_env / flat) if flat and per_env else None",
+        "test_env_scaling.py::test_the_turning_point_is_found",
+    ),
+    Bug(
+        "plots/env_report.py",
+        'found[row["num_envs"]] = statistics.median(row["seconds"])',
+        'found[row["num_envs"]] = min(row["seconds"])',
+        "test_env_scaling.py::test_the_table_says_what_the_record_says",
+    ),
+    Bug(
+        "plots/measure/processes.py",
+        'found[-1] if found else (0, b"")',
+        'found[0] if found else (0, b"")',
+        "test_speedup.py::test_progress_and_last_lines_of_a_log",
+    ),
+    Bug(
+        "plots/breakdown.py",
+        '"cpu_share": 1 - gpu_alone / total if on_gpu else None',
+        '"cpu_share": gpu_alone / total if on_gpu else None',
+        "test_figures.py::test_breakdown_on_a_gpu",
+    ),
+    Bug(
+        "plots/traces.py",
+        '"gpu_busy": total["gpu_overlap_s"] / (cpu + total["overhead"])',
+        '"gpu_busy": total["gpu_s"] / (cpu + total["overhead"])',
+        "test_profile.py::test_overlapping_streams_count_as_a_union",
+    ),
+    Bug(
+        "plots/measure/speedup.py",
+        'if same and changed < (run.path / "config.json").stat().st_mtime:',
+        "if same:",
+        "test_speedup.py::test_the_full_protocol_goes_on_where_it_stopped",
+    ),
+    Bug(
+        "plots/run_dirs.py",
+        "seconds=np.array([row.wall_time for row in rows]) - start,",
+        "seconds=np.array([row.wall_time for row in rows]),",
+        "test_figures.py::test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be",
+    ),
+    # Atari
+    Bug(
+        ATARI,
+        'over = infos["terminated"] == 1',
+        "over = terminated.copy()",
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once[baseline]",
+    ),
+    Bug(
+        ATARI,
+        "self.returns[whole] = 0",
+        "self.returns[ended] = 0",
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once[baseline]",
+    ),
+    Bug(
+        ATARI,
+        "            obs = obs.copy()\n",
+        "",
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once[baseline]",
+    ),
+    Bug(
+        ATARI,
+        '{"final_obs": obs, "games": games}',
+        '{"final_obs": obs[::-1], "games": games}',
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once[baseline]",
+    ),
+    Bug(
+        ATARI,
+        "obs[index] = first_obs",
+        "obs[index[::-1]] = first_obs",
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once[baseline]",
+    ),
+    Bug(
+        ATARI,
+        "ended = terminated | truncated | over\n",
+        "ended = terminated | truncated\n",
+        "test_atari.py::test_lives_games_and_limits_may_end_at_once[baseline]",
+    ),
+    Bug(
+        ATARI,
+        "obs / 255.0",
+        "obs / 256.0",
+        "test_atari.py::test_images_become_probabilities_and_values_as_in_mnihs_network",
+    ),
+    Bug(
+        ATARI,
+        "layer_init(nn.Linear(512, num_actions), gain=0.01)",
+        "layer_init(nn.Linear(512, num_actions), gain=1.0)",
+        "test_atari.py::test_images_become_probabilities_and_values_as_in_mnihs_network",
+    ),
+    Bug(
+        ATARI,
+        "gain: float = math.sqrt(2)",
+        "gain: float = 1.0",
+        "test_atari.py::test_images_become_probabilities_and_values_as_in_mnihs_network",
+    ),
+    Bug(
+        ATARI,
+        "torch.cat([rollout.values[1:], next_values[None]])",
+        "torch.cat([rollout.values[1:], rollout.values[-1:]])",
+        "test_atari.py::test_main_does_what_it_says[baseline]",
+    ),
+    Bug(
+        ATARI,
+        "self.args.gamma,\n                self.args.gae_lambda,",
+        "self.args.gae_lambda,\n                self.args.gamma,",
+        "test_atari.py::test_main_does_what_it_says[baseline]",
+    ),
+    # CartPole
+    Bug(
+        CARTPOLE,
+        "        nn.Tanh(),\n        last",
+        "        nn.ReLU(),\n        last",
+        "test_cartpole.py::test_networks_have_two_layers_of_tanh_and_orthogonal_weights_at_first",
+    ),
+    Bug(
+        CARTPOLE,
+        "mlp(obs_dim, num_actions, gain=0.01)",
+        "mlp(obs_dim, num_actions, gain=1.0)",
+        "test_cartpole.py::test_networks_have_two_layers_of_tanh_and_orthogonal_weights_at_first",
+    ),
+    Bug(
+        CARTPOLE,
+        "mlp(obs_dim, 1, gain=1.0)",
+        "mlp(obs_dim, 1, gain=0.01)",
+        "test_cartpole.py::test_networks_have_two_layers_of_tanh_and_orthogonal_weights_at_first",
+    ),
+    # Atari and CartPole
+    Bug(
+        GAMES,
+        "rewards + gamma * next_values - values",
+        "rewards + gamma * lam * next_values - values",
+        "test_cartpole.py::test_a_rollout_holds_what_happened[baseline]",
+    ),
+    Bug(
+        GAMES,
+        "ratios.clamp(1 - clip_coef, 1 + clip_coef)",
+        "ratios.clamp(1 - clip_coef, 1 + 2 * clip_coef)",
+        "test_atari.py::test_losses_match_plain_loops[True-True-1]",
+    ),
+    Bug(
+        GAMES,
+        "return 0.5 * errors.mean()",
+        "return errors.mean()",
+        "test_atari.py::test_losses_match_plain_loops[True-True-1]",
+    ),
+    Bug(
+        GAMES,
+        "-log_ratios.mean()",
+        "log_ratios.mean()",
+        "test_atari.py::test_losses_match_plain_loops[True-True-1]",
+    ),
+    Bug(
+        GAMES,
+        "(ratios - 1 - log_ratios).mean()",
+        "(ratios - 1).mean()",
+        "test_atari.py::test_losses_match_plain_loops[True-True-1]",
+    ),
+    Bug(
+        f"{CARTPOLE} leanrl/ppo_atari_envpool.py leanrl/ppo_atari_envpool_torchcompile.py",
+        "    if args.norm_adv:\n        advantages = (adv",
+        "    if True:\n        advantages = (adv",
+        "test_atari.py::test_an_update_is_a_clipped_step_of_adam[baseline]",
+    ),
+    Bug(
+        GAMES,
+        "lr=args.learning_rate, eps=1e-5",
+        "lr=args.learning_rate, eps=1e-8",
+        "test_atari.py::test_an_update_is_a_clipped_step_of_adam[baseline]",
+    ),
+    # MuJoCo's worlds: PPO
+    Bug(
+        PPO_WORLDS,
+        'agent.value(infos["final_obs"]) * ~terminated',
+        "agent.value(next_obs) * ~terminated",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        'ended=infos["_episode"],',
+        "ended=terminated,",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "actions, log_probs, values = agent.act(obs, noise[t])",
+        "actions, log_probs, values = agent.act(obs, noise[0])",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "order = torch.randperm(batch_size, device=device)",
+        "order = torch.arange(batch_size, device=device)",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "                agent.model.observe(batch)\n",
+        "",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "row[tag] = values[-1]",
+        "row[tag] = values[0]",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "unexplained /= batch.returns.var().clamp(min=1e-12)",
+        "unexplained /= batch.values.var().clamp(min=1e-12)",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "(advantages.std() + 1e-8)",
+        "(advantages.var() + 1e-8)",
+        "test_mujoco_runs.py::test_an_update_is_the_papers",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "actions, _, _ = agent.model(inputs)",
+        "actions, _, _ = agent.act(inputs, torch.randn(len(inputs), *envs.action_space.shape[1:]))",
+        "test_mujoco_runs.py::test_evaluation_is_the_mean_action_in_whole_episodes",
+    ),
+    # MuJoCo's worlds: what PPO and SAC share
+    Bug(
+        WORLDS,
+        "    torch.manual_seed(args.seed)\n",
+        "",
+        "test_mujoco_runs.py::test_the_seed_decides",
+    ),
+    Bug(
+        WORLDS,
+        "run.due(args.checkpoint_every, at_end=args.save_model)",
+        "run.due(args.checkpoint_every)",
+        "test_mujoco_runs.py::test_what_is_due_is_done",
+    ),
+    Bug(
+        WORLDS,
+        "    while running.any():",
+        "    while running.all():",
+        "test_mujoco_runs.py::test_evaluation_is_the_mean_action_in_whole_episodes",
+    ),
+    Bug(
+        WORLDS,
+        "return float(returns.mean())",
+        "return float(returns.max())",
+        "test_mujoco_runs.py::test_evaluation_is_the_mean_action_in_whole_episodes",
+    ),
+    # MuJoCo's worlds: SAC
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "noise = torch.zeros(envs.action_space.shape, device=device)",
+        "noise = torch.randn(envs.action_space.shape, device=device)",
+        "test_mujoco_runs.py::test_evaluation_is_the_mean_action_in_whole_episodes",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        'next_obs=infos["final_obs"],',
+        "next_obs=next_obs,",
+        "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "terminated=terminated,",
+        'terminated=infos["_episode"],',
+        "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "actions = envs.low + width * share",
+        "actions = 2 * share - 1",
+        "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "metrics |= agent.update(batch, actor_due, target_due)",
+        "metrics |= agent.update(batch, target_due, actor_due)",
+        "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "num_updates = int(learning_steps * args.utd_ratio)\n    metrics",
+        "num_updates = 0\n    metrics",
+        "test_mujoco_runs.py::test_a_resumed_sac_goes_on_from_all_it_had",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "lr=args.policy_lr",
+        "lr=args.q_lr",
+        "test_mujoco_runs.py::test_sacs_updates_are_those_of_one_environment",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "if run.due(LOG_EVERY * args.num_envs):",
+        "if run.due(LOG_EVERY):",
+        "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    # Updates, as of their papers
+    Bug(
+        f"{TD3} leanrl/sac_continuous_*.py",
+        "envs.action_space.seed(seed)",
+        "envs.action_space.seed()",
+        "test_resume.py::test_checkpoints_and_evaluations_leave_no_trace_in_training",
+    ),
+    Bug(
+        OFF_POLICY,
+        "noise = torch.randn(args.num_envs, action_dim, device=device)",
+        "noise = torch.randn(1, action_dim, device=device).expand(args.num_envs, -1)",
+        "test_td3.py::test_run_from_end_to_end[baseline]",
+    ),
+    Bug(
+        f"{TD3} leanrl/sac_continuous_*.py",
+        "if not running.any():",
+        "if not running.all():",
+        "test_sac.py::test_every_episode_of_an_evaluation_counts_once",
+    ),
+    Bug(
+        OFF_POLICY,
+        "actions=actions,\n                        next_obs",
+        "actions=actions * 0.5,\n                        next_obs",
+        "test_td3.py::test_run_from_end_to_end[baseline]",
+    ),
+    Bug(
+        SAC,
+        "self.qf_target = copy.deepcopy(self.qf)",
+        "self.qf_target = TwinQ([mlp(obs_dim + action_dim, 1) for _ in range(2)])",
+        "test_sac.py::test_an_agent_begins_as_it_is_told_and_each_update_moves_its_own_networks[baseline]",
+    ),
+    Bug(
+        SAC,
+        "Adam(self.qf.parameters(), lr=args.q_lr",
+        "Adam(self.qf.parameters(), lr=args.policy_lr",
+        "test_sac.py::test_an_agent_begins_as_it_is_told_and_each_update_moves_its_own_networks[baseline]",
+    ),
+    Bug(
+        SAC,
+        "self.update_actor(batch.obs,",
+        "self.update_actor(batch.next_obs,",
+        "test_sac.py::test_an_update_gives_each_part_what_it_needs[baseline]",
+    ),
+    Bug(
+        SAC,
+        "self.update_critic(batch, torch.randn_like(batch.actions))",
+        "self.update_critic(batch, torch.zeros_like(batch.actions))",
+        "test_sac.py::test_an_update_gives_each_part_what_it_needs[baseline]",
+    ),
+    Bug(
+        SAC,
+        '"losses/qf_loss": losses.mean()',
+        '"losses/qf_loss": losses.sum()',
+        "test_sac.py::test_an_agent_begins_as_it_is_told_and_each_update_moves_its_own_networks[baseline]",
+    ),
+    Bug(
+        SAC,
+        '"losses/qf2_loss": losses[1]',
+        '"losses/qf2_loss": losses[0]',
+        "test_sac.py::test_an_agent_begins_as_it_is_told_and_each_update_moves_its_own_networks[baseline]",
+    ),
+    Bug(
+        TD3,
+        "            self.update_target()\n        return metrics",
+        "        self.update_target()\n        return metrics",
+        "test_td3.py::test_policy_and_targets_are_delayed[baseline-4-1.0-2-60]",
+    ),
+    Bug(
+        TD3,
+        "lr=args.learning_rate",
+        "lr=args.learning_rate / 3",
+        "test_td3.py::test_each_update_moves_its_own_networks[baseline]",
+        times=2,
+    ),
+]
+
+
+def stale(bug: Bug, root: Path = ROOT) -> str | None:
+    """Why the table does not describe the files any more, or None if it does."""
+    if bug.old == bug.new:
+        return "old and new are the same"
+    paths = bug.paths(root)
+    if not paths:
+        return f"no file is called {bug.files}"
+    for path in paths:
+        count = path.read_text().count(bug.old)
+        if count != bug.times:
+            return f"{path.name} has the old text {count} times, not {bug.times}"
+    file, _, name = bug.test.partition("::")
+    if file in TEXT_TESTS or any(part in name for part in TEXT_NAMES):
+        return f"{bug.test} compares texts"
+    if name.partition("[")[0] not in tests_in(root / "tests" / file):
+        return f"there is no test {bug.test}"
+    return None
+
+
+def matches(bug: Bug, glob: str) -> bool:
+    """Whether a file, a text or the test of `bug` does."""
+    names = [str(path.relative_to(ROOT)) for path in bug.paths()]
+    return any(fnmatch.fnmatchcase(text, glob) for text in (*names, *bug[1:4]))
+
+
+@cache
+def tests_in(path: Path) -> list[str]:
+    """The names of the tests in a file."""
+    if not path.exists():
+        return []
+    body = ast.parse(path.read_text()).body
+    return [node.name for node in body if isinstance(node, ast.FunctionDef)]
+
+
+def related(bug: Bug, root: Path = ROOT) -> list[str]:
+    """The test files that name one of the bug's files."""
+    stems = "|".join(path.stem for path in bug.paths(root))
+    found = []
+    for path in sorted((root / "tests").glob("test_*.py")):
+        if path.name not in TEXT_TESTS and re.search(rf"\b({stems})\b", path.read_text()):
+            found.append(path.name)
+    return found
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """What git tracks or would track, as it is now."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")
+    for name in names:
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+class Outcome:
+    """A plugin of pytest's that keeps how tests have ended."""
+
+    def __init__(self):
+        self.failed = {}  # test -> error
+        self.skipped = []
+        self.passed = []
+        self.unreadable = []  # files that cannot be imported
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            error = crash.message if crash else str(report.longrepr)
+            self.failed[report.nodeid] = error.splitlines()[0] if error else "failed"
+        elif report.skipped:
+            self.skipped.append(report.nodeid)
+        elif report.when == "call":
+            self.passed.append(report.nodeid)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.unreadable.append(report.nodeid)
+
+
+class Attempt:
+    """Tests at work in a process of their own, forked off this one, which has all imported."""
+
+    def __init__(self, words: list[str], bug: Bug | None = None):
+        self.bug = bug
+        self.folder = Path(tempfile.mkdtemp(prefix="seeded_bug_")).resolve()
+        self.copy = copy_of_the_repository(self.folder / "repository")
+        for path in bug.paths(self.copy) if bug else ():
+            text = path.read_text().replace(bug.old, bug.new)
+            path.write_text(text)
+        self.words = ["-q", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'tmp'}", *words]
+        self.deadline = time.monotonic() + LIMIT
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.run()
+
+    def run(self) -> None:
+        """In the new process."""
+        import pytest
+
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        output = os.open(self.folder / "output.txt", os.O_CREAT | os.O_WRONLY)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(self.copy)
+        here = str(Path(__file__).resolve().parent)
+        sys.path[:] = [path for path in sys.path if path not in (here, str(ROOT))]
+        sys.argv = ["pytest"]
+        outcome = Outcome()
+        status = 3
+        try:
+            status = pytest.main(self.words, plugins=[outcome])
+        finally:
+            found = vars(outcome) | {"status": int(status)}
+            (self.folder / "outcome.json").write_text(json.dumps(found))
+            os._exit(0)
+
+    def ended(self) -> bool:
+        late = time.monotonic() > self.deadline
+        pid, _ = os.waitpid(self.pid, os.WNOHANG)
+        if pid or late:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # also what the tests have left
+            if not pid:
+                os.waitpid(self.pid, 0)
+        return bool(pid) or late
+
+    def outcome(self) -> dict | None:
+        """What the process has found; None if it did not come to its end."""
+        path = self.folder / "outcome.json"
+        found = json.loads(path.read_text()) if path.exists() else None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return found
+
+
+def run_all(waiting: list, jobs: int):
+    """Yields the ended ones of `waiting`, functions that start an Attempt, `jobs` at a time."""
+    waiting = list(waiting)
+    running = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(waiting.pop(0)())
+            for test in [each for each in running if each.ended()]:
+                running.remove(test)
+                yield test
+            time.sleep(0.05)
+    finally:
+        for test in running:
+            os.killpg(test.pid, signal.SIGKILL)
+            shutil.rmtree(test.folder, ignore_errors=True)
+
+
+def verdict(outcome: dict | None) -> tuple[str, str]:
+    """(caught or not caught, by what or why not)."""
+    if outcome is None:
+        return "not caught", f"the tests died, or did not end within {LIMIT} s"
+    if outcome["unreadable"]:
+        return (
+            "not caught",
+            f"{outcome['unreadable'][0]} cannot be imported, which is no bug to seed",
+        )
+    for test, error in outcome["failed"].items():
+        return "caught", f"{test.removeprefix('tests/')}: {error}"
+    if outcome["passed"]:
+        return "not caught", f"{len(outcome['passed'])} tests pass"
+    return "not caught", f"{len(outcome['skipped'])} tests were skipped, none ran"
+
+
+def read_table(path: Path) -> list[Bug]:
+    """A list of {files, old, new, test}, where files may be a list, in a JSON file."""
+    bugs = []
+    for entry in json.loads(path.read_text()):
+        files = entry["files"] if isinstance(entry["files"], str) else " ".join(entry["files"])
+        test = entry.get("test", "").removeprefix("tests/")
+        bugs.append(Bug(files, entry["old"], entry["new"], test, entry.get("times", 1)))
+    return bugs
+
+
+def main(arguments: list[str] | None = None, bugs: list[Bug] | None = None) -> int:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("--only", metavar="GLOB", help="bugs with a file, test or text like that")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time")
+    parser.add_argument("--all-tests", action="store_true", help="not the named test alone")
+    parser.add_argument("--table", type=Path, metavar="JSON", help="other bugs than those below")
+    options = parser.parse_args(arguments)
+    if bugs is None:
+        bugs = read_table(options.table) if options.table else BUGS
+    if options.only:
+        bugs = [bug for bug in bugs if matches(bug, f"*{options.only}*")]
+    if not bugs:
+        print(f"no bug matches {options.only!r}", file=sys.stderr)
+        return 1
+    for name in IMPORTS.split():  # once, not in each process
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+    counts = {"caught": 0, "not caught": 0, "stale": 0}
+
+    def say(kind: str, bug: Bug, why: str) -> None:
+        counts[kind] += 1
+        print(f"{kind:10}  {bug.files}: {shown(bug)}\n{'':12}{why}", flush=True)
+
+    fresh = []
+    for bug in bugs:
+        why = stale(bug)
+        if why and not (options.all_tests and "no test" in why):
+            say("stale", bug, why)
+        else:
+            fresh.append(bug)
+
+    fail_anyway = {}
+    if not options.all_tests:
+        named = sorted({f"tests/{bug.test}" for bug in fresh})
+        files = sorted({name.partition("::")[0] for name in named})
+        clean = [[name for name in named if name.startswith(f"{file}::")] for file in files]
+        print(f"without a bug: {len(named)} tests", flush=True)
+        for test in run_all([lambda names=names: Attempt(names) for names in clean], options.jobs):
+            outcome = test.outcome() or {"failed": {test.words[-1]: "did not end"}}
+            fail_anyway |= outcome["failed"]
+
+    def words_for(bug: Bug) -> list[str]:
+        if not options.all_tests:
+            return ["-x", f"tests/{bug.test}"]
+        others = " and ".join(f"not {name}" for name in TEXT_NAMES)
+        return ["-x", "-k", others, *(f"tests/{name}" for name in related(bug))]
+
+    sound = []
+    for bug in fresh:
+        anyway = [name for name in fail_anyway if name.startswith(f"tests/{bug.test}")]
+        if anyway:
+            say("not caught", bug, f"{anyway[0]} fails without a bug: {fail_anyway[anyway[0]]}")
+        else:
+            sound.append(bug)
+    starts = [lambda bug=bug: Attempt(words_for(bug), bug) for bug in sound]
+    for test in run_all(starts, options.jobs):
+        kind, why = verdict(test.outcome())
+        say(kind, test.bug, why)
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()), f"of {len(bugs)}")
+    return int(counts["caught"] < len(bugs))
+
+
+def shown(bug: Bug) -> str:
+    """What changes, on one line."""
+    old, new = (" ".join(text.split()) for text in (bug.old, bug.new))
+    return f"{old!r} -> {new!r}"
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # either ends what is at work, too
+        signal.signal(number, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
