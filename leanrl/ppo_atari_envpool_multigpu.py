@@ -560,7 +560,7 @@ def gather(values: Tensor) -> Tensor:
 @contextmanager
 def one_of_many(run: "Run"):
     """Around the loop: rank 0 alone keeps records, and each process ends with a line of its own."""
-    catch_signals()  # on all ranks, as Run on its own
+    caught = catch_signals()  # on all ranks, as Run on its own
     try:
         with run if RANK == 0 else nullcontext():
             try:
@@ -575,6 +575,8 @@ def one_of_many(run: "Run"):
                 raise SystemExit(f"rank {RANK}: another process is gone: {str(error)!r}") from None
     finally:
         dist.destroy_process_group()
+        if signal.SIGINT in caught:  # a second Ctrl-C
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def evaluate(agent: PPO, args: Args, video: Path) -> float:
@@ -767,6 +769,12 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             torch.save(checkpoint, file)
 
     def __enter__(self):  # makes the run directory and opens its records
+        self.bar = tqdm.tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            disable=sys.stderr is None,  # it has been closed
+        )
         args = self.args
         resumed = args.resume is not None
         self.dir = Path(args.resume) if resumed else make_directory(args)
@@ -797,26 +805,17 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         threading.excepthook = print_unless_disk_is_full
         with one_line(self.dir):
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
-        self.bar = tqdm.tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            disable=sys.stderr is None,  # it has been closed
-        )
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-        handlers |= dict.fromkeys(self.caught, signal.SIG_DFL)
-        try:
+        with undisturbed(forget=True):
             with suppress(OSError):  # the disk may be full
                 self.writer.close()
             with suppress(OSError):  # nobody may be reading
                 self.bar.close()
             self.watch.report(self.dir / f"stages{self.suffix}")
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        for number in self.caught:
+            signal.signal(number, signal.SIG_DFL)
         if kind is KeyboardInterrupt or kind is SystemExit and not error.code:
             raise SystemExit(f"interrupted after {self.step:,} steps")
         if "allocate" in str(error):  # as PyTorch says on each device
@@ -845,7 +844,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir):
+        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -910,6 +909,21 @@ def check_env(args):  # says before the training what the environment or its vid
             env.reset()
             env.render()
     env.close()
+
+
+@contextmanager
+def undisturbed(forget=False):  # a signal that comes meanwhile counts afterwards, or not at all
+    came = []
+    handlers = {}
+    for number in SIGNALS:
+        handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in () if forget else came:
+            signal.raise_signal(number)
 
 
 @contextmanager

@@ -289,7 +289,8 @@ def what_named_does(name: int, count: int):
 
 
 def assert_loop(module, kind, due, losses, monkeypatch, **flags):
-    """Steps 0 to 6, 6 to 40 and 40 to 60, each resumed from the last: all that `main` does.
+    """Steps 0 to 6, where it is interrupted, 6 to 40 and 40 to 60, each resumed from the last.
+
 
     `kind` is the class of the agent, `due(n)` what update n is told, `losses` what rows hold.
     """
@@ -316,6 +317,12 @@ def assert_loop(module, kind, due, losses, monkeypatch, **flags):
         purged.append(purge_step)
         return writer(*args, purge_step=purge_step, **kwargs)
 
+    def save_and_interrupt(run, *args, own=module.Run.save, **kwargs):
+        own(run, *args, **kwargs)
+        if run.step == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.Run, "save", save_and_interrupt)
     monkeypatch.setattr(module.Stopwatch, "measure", measure_noted)
     monkeypatch.setattr(module, "SummaryWriter", writer_noted)
     monkeypatch.setattr(module, "LOG_EVERY", 4)
@@ -326,8 +333,16 @@ def assert_loop(module, kind, due, losses, monkeypatch, **flags):
     flags |= {"cuda": False, "seed": 7}
     all_rewards, returns, noises, run_dir = [], [], [], None
     for begin, end in ((0, 6), (6, 40), (40, 60)):
-        args = module.Args(**flags, total_timesteps=end, resume=run_dir and str(run_dir))
-        run_dir, left = module.main(args), iter(events)
+        resume = run_dir and str(run_dir)
+        args = module.Args(**flags, total_timesteps=max(end, 40), resume=resume)
+        if end == 6:
+            args.checkpoint_every = 6
+            with pytest.raises(SystemExit, match="interrupted after 6 steps"):
+                module.main(args)
+            (run_dir,) = Path("runs").iterdir()
+        else:
+            run_dir = module.main(args)
+        left = iter(events)
         space = gym.vector.SyncVectorEnv([Named] * 2).action_space
         space.seed(7 + begin)  # other actions, and below other episodes, in every part
         updates, count = max(int(0.75 * (begin - 12)), 0), (end - begin) // 2
@@ -357,7 +372,8 @@ def assert_loop(module, kind, due, losses, monkeypatch, **flags):
         stored = checkpoint["replay"]["data"]
         stored = stored["rewards"] if isinstance(stored, dict) else stored[:, -2]
         assert stored.tolist() == all_rewards and checkpoint["replay"]["position"] == end
-        assert max(measured) == end - begin, "a speed counts the steps of this process"
+        done = 4 if end == 6 else end - begin  # the iteration that was interrupted does not count
+        assert max(measured) == done, "a speed counts the steps of this process"
         if end == 6:  # weights are drawn from the seed
             torch.manual_seed(7)
             fresh = kind(module.Args(**flags), 3, Named.action_space, CPU)
