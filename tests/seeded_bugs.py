@@ -243,6 +243,18 @@ BUGS = [
         'rb.position = run.checkpoint["replay"]["position"]',
         "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
     ),
+    Bug(
+        "leanrl/sac_continuous_*.py",
+        "total = obs.sum() + actions.sum() + last_obs.sum() + rewards.sum()",
+        "total = actions.sum() + last_obs.sum() + rewards.sum()",
+        "test_resume.py::test_a_first_observation_that_is_not_finite_is_not_stored",
+    ),
+    Bug(
+        "leanrl/sac_continuous_*.py leanrl/td3_*.py",
+        "if run.step < args.learning_starts:",
+        "if run.step <= args.learning_starts:",
+        "test_sac.py::test_the_loop_acts_learns_and_stores_as_it_says",
+    ),
     # Evaluation
     Bug(
         f"{OFF_POLICY} {CONTINUOUS} {CARTPOLE} {WORLDS}",
@@ -532,6 +544,36 @@ BUGS = [
         "costs = costs + 1e-3 * upper.square()",
         "test_mujoco.py::test_steps_are_gymnasiums[InvertedDoublePendulum-v5-c]",
     ),
+    Bug(
+        WORLDS,
+        "healthy = upright & (others.abs() < 100).all(1)",
+        "healthy = upright",
+        "test_mujoco.py::test_health_and_costs_are_gymnasiums_on_both_sides_of_each_bound",
+    ),
+    Bug(
+        WORLDS,
+        "healthy = (height > 0.8) & (height < 2) & upright",
+        "healthy = (height > 0.8) & upright",
+        "test_mujoco.py::test_health_and_costs_are_gymnasiums_on_both_sides_of_each_bound",
+    ),
+    Bug(
+        WORLDS,
+        "costs = 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)",
+        "costs = 0.1 * sum_squares(actions) + contact_costs",
+        "test_mujoco.py::test_health_and_costs_are_gymnasiums_on_both_sides_of_each_bound",
+    ),
+    Bug(
+        WORLDS,
+        "self.returns.masked_fill_(self.lengths > 0, math.nan)",
+        "self.returns.masked_fill_(self.lengths > 0, 0)",
+        "test_mujoco.py::test_an_episode_begins_without_what_came_before",
+    ),
+    Bug(
+        WORLDS,
+        "mujoco.mj_resetData(self.model, data)",
+        "pass",
+        "test_mujoco.py::test_an_episode_begins_without_what_came_before",
+    ),
     # MuJoCo's worlds: environment and physics
     Bug(
         WORLDS,
@@ -744,6 +786,48 @@ BUGS = [
         "self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration",
         "self.total_steps = args.total_timesteps",
         "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
+    ),
+    Bug(
+        REGION,
+        "with one_line(self.dir), undisturbed():",
+        "with one_line(self.dir):",
+        "test_resume.py::test_ctrl_c_while_a_row_is_written_counts_afterwards",
+    ),
+    Bug(
+        REGION,
+        "with undisturbed(forget=True):",
+        "with undisturbed():",
+        "test_resume.py::test_records_are_written_though_nobody_reads_or_ctrl_c_comes_twice",
+    ),
+    Bug(
+        REGION,
+        "os.lockf(self.lock.fileno(), os.F_TLOCK, 0)",
+        "pass",
+        "test_resume.py::test_a_run_that_is_at_work_is_left_alone",
+    ),
+    Bug(
+        REGION,
+        "self.checkpoint = load_checkpoint(args) if args.resume is not None else {}",
+        "self.checkpoint = load_checkpoint(args) if args.resume else {}",
+        "test_resume.py::test_what_a_run_cannot_begin_with_takes_one_line",
+    ),
+    Bug(
+        REGION,
+        "if env_id != args.env_id:",
+        "if not env_id:",
+        "test_resume.py::test_what_a_run_cannot_begin_with_takes_one_line",
+    ),
+    Bug(
+        REGION,
+        "or kind is SystemExit and not error.code:",
+        "or kind is SystemExit and error.code is None:",
+        "test_resume.py::test_an_environment_that_ends_the_program_is_no_success",
+    ),
+    Bug(
+        REGION,
+        "        partial.unlink(missing_ok=True)",
+        "        pass",
+        "test_resume.py::test_a_full_disk_leaves_the_last_checkpoint_and_one_line",
     ),
     # CUDA graphs, rehearsed without a GPU
     Bug(

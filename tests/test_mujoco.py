@@ -10,6 +10,7 @@ import math
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import mujoco
@@ -119,6 +120,67 @@ def test_steps_are_gymnasiums(env_id, physics):
     else:
         bounds = WARP_BOUNDS[env_id]
         assert (np.quantile(errors, 0.99, axis=0) < bounds).all() and differ <= 1
+
+
+def fields_of(env):
+    """What `env` holds now, as the fields of one world."""
+    names = ("qpos", "qvel", "xpos", "subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+    fields = {name: torch.from_numpy(getattr(env.data, name).copy())[None] for name in names}
+    return SimpleNamespace(**{name: field.float() for name, field in fields.items()})
+
+
+@pytest.mark.parametrize("env_id", ["Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5"])
+def test_health_and_costs_are_gymnasiums_on_both_sides_of_each_bound(env_id):
+    """Which random steps do not reach."""
+    env = gym.make(env_id).unwrapped
+    env.reset(seed=0)
+    judge = baseline.TASKS[env_id].judge
+    still, action = torch.zeros(1), torch.zeros(1, *env.action_space.shape)
+    qpos, qvel = env.init_qpos.copy(), np.zeros_like(env.init_qvel)
+    flat = env_id in ("Hopper-v5", "Walker2d-v5")
+    states = [(qpos, qvel)]
+    bounds = {1 if flat else 2: (0.2, 0.7, 0.8, 1.0, 2.0)}  # heights
+    bounds |= {2: (-1.0, -0.2, 0.2, 1.0), 3: (-100.0, 100.0)} if flat else {}  # angles
+    for place, values in bounds.items():
+        for value in (x + side for x in values for side in (-0.01, 0.01)):
+            states.append((qpos.copy(), qvel))
+            states[-1][0][place] = value
+    for value in (-100.1, -99.9, 99.9, 100.1):
+        states.append((qpos, qvel.copy()))
+        states[-1][1][-1] = value
+    kinds = set()
+    for state in states:
+        env.set_state(*state)
+        _, _, ended = judge(fields_of(env), still, action)
+        assert ended.item() == (not env.is_healthy), state
+        kinds.add(ended.item())
+    assert kinds == {False, True}
+    if env_id == "Humanoid-v5":
+        env.set_state(qpos, qvel)
+        for force in (1.0, 100.0, 1e4):
+            env.data.cfrc_ext[:] = force
+            _, reward, _ = judge(fields_of(env), still, action)
+            assert reward.item() == pytest.approx(env.healthy_reward - env.contact_cost, rel=1e-5)
+
+
+def test_an_episode_begins_without_what_came_before():
+    """Humanoid sees its actuators' forces, of which the last actions must have left nothing."""
+    envs = make_envs("Humanoid-v5", 2)
+    envs.reset(seed=0)
+    assert envs.returns[0] == 0 and envs.returns[1:].isnan().all()  # that one begins now
+    envs.step(torch.full((2, 17), 0.4))
+    noise = envs.draw(2)
+    obs = envs.begin(torch.ones(2, dtype=torch.bool), noise)
+    env = gym.make("Humanoid-v5").unwrapped
+    positions, velocities = noise.numpy().astype(np.float64).T[: env.model.nq].T, noise.numpy()
+    for i in range(2):
+        env.reset(seed=0)
+        mujoco.mj_resetData(env.model, env.data)
+        velocity = velocities[i, env.model.nq :].astype(np.float64)
+        env.set_state(env.init_qpos + positions[i], env.init_qvel + velocity)
+        mine, theirs = obs[i].numpy(), env._get_obs()
+        error = np.abs(mine - theirs) / np.maximum(np.abs(theirs), 1)
+        assert error.max() < 1e-4
 
 
 def test_ends_limits_and_returns():

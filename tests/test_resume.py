@@ -588,6 +588,23 @@ def test_records_are_written_though_nobody_reads_or_ctrl_c_comes_twice(scripted,
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+def test_ctrl_c_while_a_row_is_written_counts_afterwards(monkeypatch):
+    """In the middle it would leave a lock of TensorBoard's queue locked, and the end would hang."""
+    tags = []
+
+    def add_scalar(self, tag, value, step, own=SummaryWriter.add_scalar):
+        if step == 200 and tag.startswith("losses"):
+            os.kill(os.getpid(), signal.SIGINT)
+        tags.append(tag)
+        own(self, tag, value, step)
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
+    assert stopped(baseline, total_timesteps=300) == "interrupted after 200 steps"
+    assert tags[-1].startswith("charts/SPS") and signal.getsignal(signal.SIGINT) == (
+        signal.default_int_handler
+    )
+
+
 @pytest.mark.parametrize("delay", [0.2, 1.0])
 def test_ctrl_c_before_the_run_begins_leaves_no_traceback(delay):
     process = subprocess.Popen(script(BASELINE), stderr=subprocess.PIPE, text=True)
