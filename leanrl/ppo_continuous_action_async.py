@@ -645,12 +645,10 @@ class Worker:
         self.pipe, pipe = context.Pipe()
         self.process = context.Process(target=work, args=(function, pipe, *args), daemon=True)
         # A terminal sends these to every process of a run, of which this one ends the others.
-        handlers = {}
-        for number in (signal.SIGINT, signal.SIGHUP):
-            handlers[number] = signal.signal(number, signal.SIG_IGN)
-        self.process.start()  # ignores them as well
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        numbers = signal.SIGINT, signal.SIGHUP
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        self.process.start()  # they stay blocked in it
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         pipe.close()
 
     def check(self):

@@ -699,8 +699,8 @@ BUGS = [
     ),
     Bug(
         REGION,
-        "        torch.set_rng_state(cpu_state)\n",
-        "",
+        "torch.set_rng_state(cpu_state)\n",
+        "pass\n",
         "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
     ),
     Bug(
