@@ -749,8 +749,14 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
 def catch_signals():  # KeyboardInterrupt for all but those that are ignored, as under nohup
     caught = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
     for number in caught:
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, interrupt)
     return caught
+
+
+def interrupt(number, frame):  # once: a second one would come in the middle of the records
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def parse_args(kind):  # with --resume, flags that are not given stay as they were
