@@ -871,7 +871,7 @@ def interrupt_often(lab):
     lab.stopped(process.wait(), "interrupted", checkpoint=True)
 
 
-@case("Ctrl-C after", of=["0.3 s", "1 s", "2 s"])
+@case("Ctrl-C after", of=["0.5 s", "1 s", "2 s"])
 def interrupt_imports(lab, seconds):
     """Of the start of Python, most of which are imports."""
     process = lab.start({"own_python": True}, total_timesteps=10**8)
@@ -928,7 +928,8 @@ def under_head(lab):
         outcome.text = log.read_text()
     if lab.ended(outcome):
         lab.expect("Traceback" not in outcome.text, "traceback", outcome)
-        lab.expect_records()
+        if lab.runs.exists():  # it has begun before its reader went
+            lab.expect_records()
 
 
 @case("2>&1 | head -c 1, endless")
@@ -943,7 +944,8 @@ def under_dead_reader(lab):
         outcome = process.wait()
     if lab.ended(outcome):
         lab.expect(outcome.status != 0, "exit status 0")
-        lab.expect_records()
+        if lab.runs.exists():  # it has begun before its reader went
+            lab.expect_records()
 
 
 @case("signal", of=["SIGTERM", "SIGHUP", "SIGTERM to the group", "SIGTERM, then SIGINT"])
