@@ -425,8 +425,8 @@ def main(args: Args) -> Path:
 
             # 2. Learn from it in several epochs.
             with run.stage("backpropagation"):
-                total = rollout.obs.sum() + rollout.rewards.sum()
-                total += sum(values.sum() for values in get_statistics(envs).values())
+                total = sum(values.sum() for values in get_statistics(envs).values())
+                total = total + rollout.obs.sum() + rollout.rewards.sum()
                 if not math.isfinite(total):
                     steps = f"steps {run.step - batch_size:,} to {run.step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")

@@ -573,8 +573,8 @@ def main(args: Args) -> Path:
             # 2. Learn from it in several epochs.
             with run.stage("backpropagation"):
                 slot = slots[version % len(slots)]
-                total = slot.obs.sum() + slot.rewards.sum()
-                total += sum(values.sum() for values in report.statistics.values())
+                total = sum(values.sum() for values in report.statistics.values())
+                total = total + slot.obs.sum() + slot.rewards.sum()
                 if not math.isfinite(total):
                     steps = f"steps {run.step - batch_size:,} to {run.step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")

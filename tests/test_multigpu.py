@@ -177,7 +177,7 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
     assert len(list(Path("runs").iterdir())) == 2 and err.count(" steps/s, runs/") == 2
     names = {path.name for path in run_dir.iterdir() if not path.name.startswith("events")}
     records = {"config.json", "stages.json", "config_128.json", "stages_128.json"}
-    assert names == records | {"checkpoint.pt"}
+    assert names == records | {"checkpoint.pt", ".lock"}
     assert len(list(run_dir.glob("events*"))) == 2
     expected, found = checkpoint_of(alone), checkpoint_of(run_dir)
     assert found["args"]["learning_rate"] == expected["args"]["learning_rate"]
