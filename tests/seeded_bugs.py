@@ -396,6 +396,36 @@ BUGS = [
         "gains = math.sqrt(2), 1.0, gain",
         "test_cartpole.py::test_networks_have_two_layers_of_tanh_and_orthogonal_weights_at_first",
     ),
+    Bug(
+        CONTINUOUS,
+        "returns += running * rewards",
+        "returns += rewards",
+        "test_ppo.py::test_every_episode_of_an_evaluation_counts_once",
+    ),
+    Bug(
+        CONTINUOUS,
+        "running &= ~(terminated | truncated)",
+        "running &= ~truncated",
+        "test_ppo.py::test_every_episode_of_an_evaluation_counts_once",
+    ),
+    Bug(
+        CONTINUOUS,
+        "running &= ~(terminated | truncated)",
+        "running &= ~terminated",
+        "test_ppo.py::test_every_episode_of_an_evaluation_counts_once",
+    ),
+    Bug(
+        CONTINUOUS,
+        "if not running.any():",
+        "if not running.all():",
+        "test_ppo.py::test_every_episode_of_an_evaluation_counts_once",
+    ),
+    Bug(
+        CONTINUOUS,
+        "return float(returns.mean())",
+        "return float(np.median(returns))",
+        "test_ppo.py::test_every_episode_of_an_evaluation_counts_once",
+    ),
     # Asynchronous PPO
     Bug(
         ASYNC,

@@ -315,6 +315,35 @@ def test_an_evaluation_is_the_mean_action_under_frozen_statistics(module):
     torch.testing.assert_close(module.get_statistics(envs), statistics, atol=0, rtol=0)
 
 
+class Uneven(gym.Env):
+    """Episodes of 5, 9, 21, 41 steps by the seed, with a reward of 1 each; odd ones truncate."""
+
+    observation_space, action_space = gym.spaces.Box(-9, 9, (1,)), gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.odd, self.length = seed % 2 == 1, 5 + 4 * (seed % 4) ** 2
+        self.left = self.length
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.left -= 1
+        end = self.left == 0
+        return np.zeros(1, np.float32), 1.0, end and not self.odd, end and self.odd, {}
+
+
+def test_every_episode_of_an_evaluation_counts_once(module, monkeypatch):
+    """However long it is and however it ends: the first one of each environment, to its end."""
+    spec = gym.envs.registration.EnvSpec("Uneven-v0", entry_point=lambda **_: Uneven())
+    monkeypatch.setitem(gym.registry, "Uneven-v0", spec)
+    args = module.Args(env_id="Uneven-v0", eval_episodes=4, seed=-(2**31))
+    agent = module.PPO(args, 1, 1, CPU)
+    envs = module.make_envs("Uneven-v0", 2, gamma=0.99)
+    envs.reset(seed=1)
+    assert module.evaluate(agent, args, module.get_statistics(envs), None) == 19.0
+
+
 # Parity
 
 
