@@ -507,8 +507,14 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
 ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"""
-AT_MOST = {"gamma": 1, "gae_lambda": 1, "tau": 1}
-AT_MOST |= dict.fromkeys(("num_envs", "num_steps", "batch_size"), 1e7)
+AT_MOST = {
+    "gamma": 1,
+    "gae_lambda": 1,
+    "tau": 1,
+    "num_envs": 1e7,
+    "num_steps": 1e7,
+    "batch_size": 1e7,
+}
 
 
 class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
@@ -822,8 +828,9 @@ def undisturbed(forget=False):  # a signal that comes meanwhile counts afterward
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in () if forget else came:
-            signal.raise_signal(number)
+        if not forget:
+            for number in came:
+                signal.raise_signal(number)
 
 
 @contextmanager
