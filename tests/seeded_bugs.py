@@ -244,12 +244,6 @@ BUGS = [
         "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
     ),
     Bug(
-        "leanrl/sac_continuous_*.py",
-        "total = obs.sum() + actions.sum() + last_obs.sum() + rewards.sum()",
-        "total = actions.sum() + last_obs.sum() + rewards.sum()",
-        "test_resume.py::test_a_first_observation_that_is_not_finite_is_not_stored",
-    ),
-    Bug(
         "leanrl/sac_continuous_*.py leanrl/td3_*.py",
         "if run.step < args.learning_starts:",
         "if run.step <= args.learning_starts:",
@@ -843,21 +837,9 @@ BUGS = [
     ),
     Bug(
         REGION,
-        "if env_id != args.env_id:",
-        "if not env_id:",
-        "test_resume.py::test_what_a_run_cannot_begin_with_takes_one_line",
-    ),
-    Bug(
-        REGION,
         "or kind is SystemExit and not error.code:",
         "or kind is SystemExit and error.code is None:",
         "test_resume.py::test_an_environment_that_ends_the_program_is_no_success",
-    ),
-    Bug(
-        REGION,
-        "        partial.unlink(missing_ok=True)",
-        "        pass",
-        "test_resume.py::test_a_full_disk_leaves_the_last_checkpoint_and_one_line",
     ),
     # CUDA graphs, rehearsed without a GPU
     Bug(

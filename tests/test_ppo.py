@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers.utils import RunningMeanStd
-from test_sac import Named, read_run, read_scalars, run, what_named_does
+from test_sac import Named, Uneven, read_run, read_scalars, run, what_named_does
 from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
 
 from leanrl import ppo_continuous_action as baseline
@@ -313,24 +313,6 @@ def test_an_evaluation_is_the_mean_action_under_frozen_statistics(module):
     found = [module.evaluate(agent, args, statistics, None) for _ in range(2)]
     assert found == [pytest.approx(np.mean(returns), rel=1e-3)] * 2
     torch.testing.assert_close(module.get_statistics(envs), statistics, atol=0, rtol=0)
-
-
-class Uneven(gym.Env):
-    """Episodes of 5, 9, 21, 41 steps by the seed, with a reward of 1 each; odd ones truncate."""
-
-    observation_space, action_space = gym.spaces.Box(-9, 9, (1,)), gym.spaces.Box(-1, 1, (1,))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.odd, self.length = seed % 2 == 1, 5 + 4 * (seed % 4) ** 2
-        self.left = self.length
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.left -= 1
-        end = self.left == 0
-        return np.zeros(1, np.float32), 1.0, end and not self.odd, end and self.odd, {}
 
 
 def test_every_episode_of_an_evaluation_counts_once(module, monkeypatch):

@@ -498,31 +498,34 @@ def test_evaluation_is_the_mean_action_in_fixed_episodes(module):
         )
 
 
-class Long(gym.Env):
-    """Episodes of 5, 9, 13, ... steps with a reward of 1 per step, by the seed."""
+class Uneven(gym.Env):
+    """Episodes of 5, 9, 21, 41 steps by the seed, with a reward of 1 each; odd ones truncate."""
 
     observation_space, action_space = gym.spaces.Box(-9, 9, (1,)), gym.spaces.Box(-1, 1, (1,))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.left = 5 + 4 * (seed % 10) if seed is not None else 1
+        if seed is not None:
+            self.odd, self.length = seed % 2 == 1, 5 + 4 * (seed % 4) ** 2
+        self.left = self.length
         return np.zeros(1, np.float32), {}
 
     def step(self, action):
         self.left -= 1
-        return np.zeros(1, np.float32), 1.0, self.left == 0, False, {}
+        end = self.left == 0
+        return np.zeros(1, np.float32), 1.0, end and not self.odd, end and self.odd, {}
 
 
 def test_every_episode_of_an_evaluation_counts_once():
     """Short episodes must not be favoured: the first of each environment, however long."""
-    gym.register("Long-v0", entry_point=lambda **_: Long())
+    gym.register("Uneven-v0", entry_point=lambda **_: Uneven())
     try:
-        args = baseline.Args(env_id="Long-v0", eval_episodes=4, seed=-(2**31))
+        args = baseline.Args(env_id="Uneven-v0", eval_episodes=4, seed=-(2**31))
         agent = baseline.SAC(args, 1, gym.spaces.Box(-1, 1, (1,), np.float32), CPU)
         found = baseline.evaluate(agent, args, None)
     finally:
-        gym.registry.pop("Long-v0")
-    assert found == np.mean([5, 9, 13, 17])
+        gym.registry.pop("Uneven-v0")
+    assert found == np.mean([5, 9, 21, 41])
 
 
 class Endless:
