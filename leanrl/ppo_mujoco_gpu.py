@@ -6,16 +6,19 @@
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
 evaluated. Unlike in ppo_continuous_action.py, running statistics on the device normalize
-observations and returns, not rewards; the policy's deviation is exp(-1) at first, not 1; advantages
-are always normalized, the value loss is never clipped, and no divergence ends the epochs: there are
-no flags for that. Defaults that are not CleanRL's: total_timesteps 5,000,000, num_envs 64,
-num_steps 64, learning_rate 1e-3, num_minibatches 16, update_epochs 4.
+observations and returns, not rewards, and the first rollout only measures them; the policy's
+deviation is exp(-1) at first, not 1; the learning rate follows the KL divergence (as in rl_games
+and rsl_rl), which is what is annealed; advantages are always normalized, the value loss is never
+clipped, and no divergence ends the epochs: there are no flags for that. Defaults that are not
+CleanRL's: total_timesteps 5,000,000, num_envs 64, num_steps 64, learning_rate 1e-3,
+num_minibatches 16, update_epochs 4.
 Its twin ppo_mujoco_gpu_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
 
 import ast
 import ctypes
+import gc
 import json
 import math
 import os
@@ -26,9 +29,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
@@ -39,11 +42,14 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 import gymnasium as gym
-import mujoco
+import mujoco.batch
 import numpy as np
 import torch
 import tqdm
 import tyro
+from gymnasium.envs.mujoco import MujocoEnv
+from gymnasium.spaces import Box
+from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
@@ -68,11 +74,13 @@ class Args:
 
     env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
+    randomize: float = 0.0  # how far each world's masses, friction and gears are from the model's
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
     num_steps: int = 64  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    desired_kl: float = 0.06  # KL divergence of an update at first, which the rate follows
+    anneal_kl: bool = True  # lower it from rollout to rollout, linearly to zero at the end
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
@@ -83,6 +91,7 @@ class Args:
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
 
 
+MIN_KL = 0.004  # below it an update is small, whatever is left of the run
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
@@ -100,12 +109,15 @@ def sum_squares(x):
     return x.square().flatten(1).sum(1)
 
 
+def never(x):
+    """x (N,) -> (N,) bool: no world terminates."""
+    return torch.zeros_like(x).bool()
+
+
 def half_cheetah(s, speed, actions):
-    posture = s.qpos[:, 1:]
-    obs = join(posture, s.qvel)
+    obs = join(s.qpos[:, 1:], s.qvel)
     rewards = speed - 0.1 * sum_squares(actions)
-    never = torch.zeros_like(speed).bool()
-    return obs, rewards, never
+    return obs, rewards, never(speed)
 
 
 def hopper(s, speed, actions):
@@ -130,6 +142,12 @@ def walker2d(s, speed, actions):
     return obs, rewards, ~healthy
 
 
+def swimmer(s, speed, actions):
+    obs = join(s.qpos[:, 2:], s.qvel)
+    rewards = speed - 1e-4 * sum_squares(actions)
+    return obs, rewards, never(speed)
+
+
 def ant(s, speed, actions):
     height = s.qpos[:, 2]
     healthy = (height >= 0.2) & (height <= 1)
@@ -143,12 +161,8 @@ def ant(s, speed, actions):
     return obs, speed + healthy - costs, ~healthy
 
 
-def humanoid(s, speed, actions):
-    height = s.qpos[:, 2]
-    healthy = (height > 1) & (height < 2)
-    contact_costs = 5e-7 * sum_squares(s.cfrc_ext)
-    costs = 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)
-    obs = join(
+def observe_humanoid(s):
+    return join(
         s.qpos[:, 2:],
         s.qvel,
         s.cinert[:, 1:],
@@ -156,7 +170,24 @@ def humanoid(s, speed, actions):
         s.qfrc_actuator[:, 6:],
         s.cfrc_ext[:, 1:],
     )
-    return obs, 1.25 * speed + 5 * healthy - costs, ~healthy
+
+
+def charge_humanoid(s, actions):
+    contact_costs = 5e-7 * sum_squares(s.cfrc_ext)
+    return 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)
+
+
+def humanoid(s, speed, actions):
+    height = s.qpos[:, 2]
+    healthy = (height > 1) & (height < 2)
+    rewards = 1.25 * speed + 5 * healthy - charge_humanoid(s, actions)
+    return observe_humanoid(s), rewards, ~healthy
+
+
+def humanoid_standup(s, speed, actions):
+    height = s.qpos[:, 2]
+    rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # by the time of a substep
+    return observe_humanoid(s), rewards, never(speed)
 
 
 def inverted_pendulum(s, speed, actions):
@@ -184,6 +215,82 @@ def double_pendulum(s, speed, actions):
     return obs, 10 * ~fallen - costs, fallen
 
 
+def reacher(s, speed, actions):
+    angles, target = s.qpos.split(2, dim=1)
+    distance = s.xpos[:, 3] - s.xpos[:, 4]  # of the fingertip from the target
+    obs = join(
+        angles.cos(),
+        angles.sin(),
+        target,
+        s.qvel[:, :2],
+        distance[:, :2],
+    )
+    rewards = -distance.norm(dim=1) - sum_squares(actions)
+    return obs, rewards, never(speed)
+
+
+def pusher(s, speed, actions):
+    tips, cylinder, goal = s.xpos[:, -3:].unbind(1)
+    near = (cylinder - tips).norm(dim=1)
+    far = (cylinder - goal).norm(dim=1)
+    obs = join(
+        s.qpos[:, :7],
+        s.qvel[:, :7],
+        s.xpos[:, -3:],
+    )
+    rewards = -far - 0.1 * sum_squares(actions) - 0.5 * near
+    return obs, rewards, never(speed)
+
+
+# Where an episode begins: from the model's usual state, by noise in place. qpos (..., nq) and
+# qvel (..., nv) of any number of episodes, and a torch.Generator or None
+
+
+def uniform_like(x, generator):
+    return torch.empty_like(x).uniform_(-1, 1, generator=generator)
+
+
+def start_near(scale):
+    """Positions and velocities uniform, up to `scale` from the usual ones."""
+
+    def start(qpos, qvel, generator):
+        qpos += scale * uniform_like(qpos, generator)
+        qvel += scale * uniform_like(qvel, generator)
+
+    return start
+
+
+def start_moving(scale):
+    """Positions uniform up to `scale` from the usual ones, velocities normal, `scale` wide."""
+
+    def start(qpos, qvel, generator):
+        qpos += scale * uniform_like(qpos, generator)
+        qvel += scale * torch.empty_like(qvel).normal_(generator=generator)
+
+    return start
+
+
+def start_reacher(qpos, qvel, generator):
+    qpos += 0.1 * uniform_like(qpos, generator)
+    qvel += 0.005 * uniform_like(qvel, generator)
+    angle, share = uniform_like(qpos[..., :2], generator).unbind(-1)
+    angle *= math.pi
+    radius = 0.2 * share.abs().sqrt()  # uniform in a disk
+    qpos[..., 2] = radius * angle.cos()
+    qpos[..., 3] = radius * angle.sin()
+    qvel[..., 2:] = 0
+
+
+def start_pusher(qpos, qvel, generator):
+    qvel += 0.005 * uniform_like(qvel, generator)
+    qvel[..., -4:] = 0
+    for _ in range(20):  # six of ten places are far enough from the goal, which is at 0
+        place = 0.2 * uniform_like(qpos[..., -4:-2], generator)
+        place[..., 0] = 0.75 * place[..., 0] - 0.15
+        again = qpos[..., -4:-2].norm(dim=-1, keepdim=True) <= 0.17
+        qpos[..., -4:-2] = place.where(again, qpos[..., -4:-2])
+
+
 def root(s):
     return s.qpos[:, 0]
 
@@ -197,42 +304,58 @@ def center_of_mass(s):
 
 
 class Task(NamedTuple):
-    """How N worlds are judged after a step, and what MuJoCoEnvs must know for that.
+    """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
 
     `judge` takes fields of mujoco.MjData, float32 (N, ...), the speed forward in m/s (N,) and
     actions (N, A) -> observations (N, O), rewards (N,), terminated (N,).
     """
 
     judge: Callable
+    start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
     reads: tuple = ()  # the fields that are read by these functions, besides qpos and qvel
     position: Callable = root  # of what is rewarded for its speed: fields -> x in m (N,)
-    velocity_noise: str = "uniform"  # at the start of an episode; "normal": as in Gymnasium
-    observes_x: bool = False  # otherwise x is brought back to 0 after each step
+    moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
+    max_steps: int = 1000  # of an episode, which is truncated then
+    model: str | None = None  # an MJCF file; None: that of Gymnasium's environment of this name
+    frame_skip: int = 1  # substeps of such a model in a step
 
 
+HUMANOID = ("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 TASKS = {
-    "HalfCheetah-v5": Task(half_cheetah, velocity_noise="normal"),
-    "Hopper-v5": Task(hopper),
-    "Walker2d-v5": Task(walker2d),
+    "HalfCheetah-v5": Task(half_cheetah, start_moving(0.1), moves=True),
+    "Hopper-v5": Task(hopper, start_near(5e-3), moves=True),
+    "Walker2d-v5": Task(walker2d, start_near(5e-3), moves=True),
+    "Swimmer-v5": Task(swimmer, start_near(0.1), moves=True),
     "Ant-v5": Task(
         ant,
+        start_moving(0.1),
         reads=("xpos", "cfrc_ext"),
         position=torso,
-        velocity_noise="normal",
+        moves=True,
     ),
     "Humanoid-v5": Task(
         humanoid,
-        reads=("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"),
+        start_near(0.01),
+        reads=HUMANOID,
         position=center_of_mass,
+        moves=True,
     ),
-    "InvertedPendulum-v5": Task(inverted_pendulum, observes_x=True),
+    "HumanoidStandup-v5": Task(humanoid_standup, start_near(0.01), reads=HUMANOID, moves=True),
+    "InvertedPendulum-v5": Task(inverted_pendulum, start_near(0.01)),
     "InvertedDoublePendulum-v5": Task(
         double_pendulum,
+        start_moving(0.1),
         reads=("site_xpos", "qfrc_constraint"),
-        velocity_noise="normal",
-        observes_x=True,
     ),
+    "Reacher-v5": Task(reacher, start_reacher, reads=("xpos",), max_steps=50),
+    "Pusher-v5": Task(pusher, start_pusher, reads=("xpos",), max_steps=100),
 }
+
+
+def register(env_id: str, task: Task) -> None:
+    """Adds a task with a model of its own, of which gym.make then makes a World."""
+    TASKS[env_id] = task
+    gym.register(env_id, partial(World, task), max_episode_steps=task.max_steps)
 
 
 # Networks
@@ -281,14 +404,20 @@ class ActorCritic(nn.Module):
         self.return_norm(batch.returns[:, None])
         self.eval()
 
-    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """obs (B, O) -> mean of the actions (B, A), their log deviation (A,), values (B,)."""
-        inputs = self.obs_norm(obs).clamp(-10, 10)
-        mean = self.actor_mean(inputs)
+    def normalize(self, obs: Tensor) -> Tensor:
+        """obs (B, O) -> what the networks see (B, O)."""
+        return self.obs_norm(obs).clamp(-10, 10)
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """obs (B, O) -> mean of the actions (B, A), their log deviation (A,)."""
+        mean = self.actor_mean(self.normalize(obs))
+        return mean, self.actor_logstd
+
+    def value(self, obs: Tensor) -> Tensor:
+        """obs (B, O) -> values (B,), in the units of returns."""
         returns = self.return_norm
-        std = returns.running_var.sqrt()
-        values = self.critic(inputs) * std + returns.running_mean
-        return mean, self.actor_logstd, values.squeeze(-1)
+        values = self.critic(self.normalize(obs)).squeeze(-1)
+        return values * returns.running_var.sqrt() + returns.running_mean
 
 
 # Storage
@@ -311,9 +440,9 @@ class Rollout(NamedTuple):
     obs: Tensor  # (T, N, O)
     actions: Tensor  # (T, N, A)
     log_probs: Tensor  # (T, N)
-    values: Tensor  # (T, N)
     rewards: Tensor  # (T, N)
-    next_values: Tensor  # (T, N) of what follows in the same episode, 0 after a termination
+    final_obs: Tensor  # (T, N, O) what follows in the same episode
+    terminated: Tensor  # (T, N) bool
     ended: Tensor  # (T, N) bool, of either kind
     episode_returns: Tensor  # (T, N) of the episode so far
     episode_lengths: Tensor  # (T, N) of the episode so far
@@ -357,7 +486,8 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 
 def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}."""
-    mean, log_std, values = model(batch.obs)
+    mean, log_std = model(batch.obs)
+    values = model.value(batch.obs)
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
@@ -390,29 +520,33 @@ class PPO(nn.Module):
         super().__init__()
         self.args = args
         self.model = ActorCritic(obs_dim, action_dim).to(device)
+        learning_rate = torch.tensor(args.learning_rate, device=device)
+        self.register_buffer("learning_rate", learning_rate)
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
         self.optimizers = (self.optimizer,)
 
-    def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """obs (N, O), normal noise (N, A) -> actions (N, A), log_probs (N,), values (N,)."""
+    def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """obs (N, O), normal noise (N, A) -> actions (N, A), log_probs (N,)."""
         with torch.no_grad():
-            mean, log_std, values = self.model(obs)
+            mean, log_std = self.model(obs)
             actions = mean + log_std.exp() * noise
             log_probs = gaussian_log_prob(actions, mean, log_std)
-            return actions, log_probs, values
+            return actions, log_probs
 
     def value(self, obs: Tensor) -> Tensor:
-        """obs (N, O) -> values (N,)."""
+        """obs (T, N, O) -> values (T, N)."""
         with torch.no_grad():
-            _, _, values = self.model(obs)
-            return values
+            values = self.model.value(obs.flatten(0, 1))
+            return values.view(obs.shape[:2])
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""
+        values = self.value(rollout.obs)
+        next_values = self.value(rollout.final_obs) * ~rollout.terminated
         advantages = compute_gae(
             rollout.rewards,
-            rollout.values,
-            rollout.next_values,
+            values,
+            next_values,
             rollout.ended.float(),
             self.args.gamma,
             self.args.gae_lambda,
@@ -421,9 +555,9 @@ class PPO(nn.Module):
             obs=rollout.obs,
             actions=rollout.actions,
             log_probs=rollout.log_probs,
-            values=rollout.values,
+            values=values,
             advantages=advantages,
-            returns=advantages + rollout.values,
+            returns=advantages + values,
         )
         return Batch._make(column.flatten(0, 1) for column in batch)
 
@@ -436,6 +570,13 @@ class PPO(nn.Module):
         nn.utils.clip_grad_norm_(self.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         return metrics
+
+    def adapt(self, kl: Tensor, desired_kl: float) -> None:
+        """The rate for the next rollout, by how far the last one moved the policy (as rsl_rl's)."""
+        slower = kl > 2 * desired_kl
+        faster = kl < desired_kl / 2
+        self.learning_rate.div_(1 + 0.5 * slower).mul_(1 + 0.5 * faster)
+        self.learning_rate.clamp_(1e-5, 1e-2)
 
     def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
         """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
@@ -464,7 +605,14 @@ def main(args: Args) -> Path:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
 
-    envs = MuJoCoEnvs(args.env_id, args.num_envs, device, args.physics)
+    envs = MuJoCoEnvs(
+        args.env_id,
+        args.num_envs,
+        device,
+        args.physics,
+        args.randomize,
+        args.seed,
+    )
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
@@ -474,10 +622,7 @@ def main(args: Args) -> Path:
 
     with run:
         while run.step < run.total_steps:
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - run.step / run.total_steps
-            agent.optimizer.param_groups[0]["lr"] = learning_rate
+            agent.optimizer.param_groups[0]["lr"] = agent.learning_rate.item()
 
             # 1. Roll out: T steps with the policy as it is.
             noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
@@ -485,19 +630,17 @@ def main(args: Args) -> Path:
             steps = []
             for t in range(args.num_steps):
                 with run.stage("inference"):
-                    actions, log_probs, values = agent.act(obs, noise[t])
+                    actions, log_probs = agent.act(obs, noise[t])
                 with run.stage("simulation"):
                     next_obs, rewards, terminated, _, infos = envs.step(actions, starts[t])
-                with run.stage("inference"):
-                    next_values = agent.value(infos["final_obs"]) * ~terminated
                 steps.append(
                     Rollout(
                         obs=obs,
                         actions=actions,
                         log_probs=log_probs,
-                        values=values,
                         rewards=rewards,
-                        next_values=next_values,
+                        final_obs=infos["final_obs"],
+                        terminated=terminated,
                         ended=infos["_episode"],
                         episode_returns=infos["episode"]["r"],
                         episode_lengths=infos["episode"]["l"],
@@ -509,28 +652,32 @@ def main(args: Args) -> Path:
                 rollout = Rollout._make(map(torch.stack, columns))
             run.step += batch_size
 
-            # 2. Learn from it in several epochs.
+            # 2. Learn from it in several epochs. The first rollout only measures.
+            row = {}
             with run.stage("backpropagation"):
                 batch = agent.prepare(rollout)
-                clipfracs = []
-                for _ in range(args.update_epochs):
-                    order = torch.randperm(batch_size, device=device)
-                    metrics = agent.learn(batch, order)
-                    clipfracs.append(metrics["losses/clipfrac"])
+                if run.step > batch_size:
+                    clipfracs = []
+                    for _ in range(args.update_epochs):
+                        order = torch.randperm(batch_size, device=device)
+                        metrics = agent.learn(batch, order)
+                        clipfracs.append(metrics["losses/clipfrac"])
+                    for tag, values in metrics.items():
+                        row[tag] = values[-1]  # of the last minibatch, of all for clipfrac
+                    row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+                    progress = run.step / run.total_steps if args.anneal_kl else 0
+                    desired_kl = max(args.desired_kl * (1 - progress), MIN_KL)
+                    agent.adapt(row["losses/approx_kl"], desired_kl)
                 agent.model.observe(batch)
                 known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
                 returns = rollout.episode_returns[known]  # waits for the device
                 lengths = rollout.episode_lengths[known]
 
-            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
-            row = {}
-            for tag, values in metrics.items():
-                row[tag] = values[-1]
-            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+            # 3. Log.
             unexplained = (batch.returns - batch.values).var()
             unexplained /= batch.returns.var().clamp(min=1e-12)
             row["losses/explained_variance"] = 1 - unexplained
-            row["charts/learning_rate"] = learning_rate
+            row["charts/learning_rate"] = agent.learning_rate
             row["charts/broken_worlds"] = envs.broken
             overflows = envs.physics.overflow.count_nonzero()  # worlds once at a limit
             row["charts/overflows"] = overflows
@@ -562,18 +709,16 @@ FORCES = {"cacc", "cfrc_int", "cfrc_ext"}
 
 
 class CPhysics:
-    """N worlds in MuJoCo's C engine: on the CPU, in float64, stepped by a thread per core.
+    """N worlds in MuJoCo's C engine: on the CPU, in float64, its own batch with a thread per core.
 
-    `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`.
+    `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`. Fields
+    of the model in `factors` are multiplied by them, (N, ...), for each world.
     """
 
-    def __init__(self, env, num_envs, reads, device):
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if num_envs * 20_000 > memory:
-            raise SystemExit(f"--num-envs: {num_envs:,} worlds of 20 kB each do not fit in memory")
+    def __init__(self, env, num_envs, task, device, factors):
         self.model = model = env.model
         self.frame_skip = env.frame_skip
-        self.needs_forces = not FORCES.isdisjoint(reads)
+        self.moves = task.moves
         # MuJoCo's own reset would hide NaN. A robot is one tree of bodies: looking for islands, to
         # be solved apart, finds nothing
         disable = mujoco.mjtDisableBit
@@ -581,79 +726,88 @@ class CPhysics:
         # Python's bindings let each part of a step read a clock, for timers that nobody looks at
         bindings = ctypes.CDLL(mujoco._callbacks.__file__)
         ctypes.c_void_p.in_dll(bindings, "mjcb_time").value = None
-        # Worlds are rows, which take turns in the MjData of a thread: it stays in the core's cache
-        num_threads = min(os.cpu_count(), num_envs)
-        self.pool = ThreadPoolExecutor(num_threads)
-        self.parts = np.array_split(range(num_envs), num_threads)
-        self.data = [mujoco.MjData(model) for _ in self.parts]
-        kinds = mujoco.mjtState
-        self.kept = kinds.mjSTATE_PHYSICS | kinds.mjSTATE_WARMSTART | kinds.mjSTATE_CTRL
-        size = mujoco.mj_stateSize(model, self.kept)
-        self.worlds = np.zeros((num_envs, size))  # qpos, qvel and what else a step needs
-        self.ctrl = self.worlds[:, -model.nu :]
-        rows = torch.zeros(num_envs, size, device=device)
-        velocities_end = model.nq + model.nv
+        # Forces follow from the contacts, which only an MjData of each world's own still has
+        needs_forces = not FORCES.isdisjoint(task.reads)
+        size = 200_000 if needs_forces else 20_000
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if num_envs * size > memory:
+            kilobytes = f"{size // 1000} kB"
+            raise SystemExit(f"--num-envs: {num_envs:,} worlds of {kilobytes} do not fit in memory")
+        threads = len(os.sched_getaffinity(0))
+        self.batch = mujoco.batch.Batch(model, num_envs, threads, persistent=needs_forces)
+        for name, factor in factors.items():
+            self.batch.expand(name)[:] *= factor.numpy()
+        self.batch.set_const()
+        self.ctrl = self.batch.bind("ctrl")
+        self.qpos = self.batch.bind("qpos")
+        self.qvel = self.batch.bind("qvel")
+        self.data = mujoco.MjData(model)
+        self.forces = {}
         self.state = SimpleNamespace()
-        self.state.qpos = rows[:, : model.nq]
-        self.state.qvel = rows[:, model.nq : velocities_end]
-        self.derived = {}
-        self.copies = [(rows, torch.from_numpy(self.worlds))]  # to float32 on the device
-        for name in reads:
-            shape = num_envs, *getattr(self.data[0], name).shape
-            array = np.zeros(shape)
-            field = torch.zeros(shape, device=device)
-            self.derived[name] = array
-            self.copies.append((field, torch.from_numpy(array)))
+        self.copies = []
+        for name in ("qpos", "qvel", *task.reads):
+            if name in FORCES:
+                shape = num_envs, *getattr(self.data, name).shape
+                array = self.forces[name] = np.zeros(shape)
+            else:
+                array = self.batch.bind(name)
+                array.flags.writeable = True  # PyTorch would warn
+            array = torch.from_numpy(array)
+            field = torch.zeros_like(array, dtype=torch.float32, device=device)
+            self.copies.append((field, array))
             setattr(self.state, name, field)
         self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
 
     def step(self, actions):
         """Steps each world by a frame skip with actions (N, A), from the x that `state` has."""
-        x = self.state.qpos[:, 0]
-        self.worlds[:, 0] = x.cpu()
+        if self.moves:
+            x = self.state.qpos[:, 0]
+            self.qpos[:, 0] = x.cpu()
         self.ctrl[:] = actions.cpu()
-        done = self.pool.map(self.step_part, self.data, self.parts)
-        list(done)  # waits, and raises what a thread has raised
-        for field, array in self.copies:
-            field.copy_(array)
-
-    def step_part(self, data, part):
-        for i in part:  # MuJoCo lets the other threads run meanwhile
-            mujoco.mj_setState(self.model, data, self.worlds[i], self.kept)
-            mujoco.mj_step(self.model, data, self.frame_skip)
-            if self.needs_forces:
-                mujoco.mj_rnePostConstraint(self.model, data)
-            self.keep(i, data)
-
-    def keep(self, i, data):
-        """Keeps what is now in `data` as world i."""
-        mujoco.mj_getState(self.model, data, self.worlds[i], self.kept)
-        for name, array in self.derived.items():
-            array[i] = getattr(data, name)
+        self.batch.step(nstep=self.frame_skip)
+        if self.forces:
+            for i in range(len(self.qpos)):
+                self.batch.get_data(i, self.data)
+                mujoco.mj_rnePostConstraint(self.model, self.data)
+                for name, array in self.forces.items():
+                    array[i] = getattr(self.data, name)
+        self.copy()
 
     def begin(self, ended, qpos, qvel):
         """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
-        data = self.data[0]
-        for i in ended.nonzero()[:, 0].tolist():
-            mujoco.mj_resetData(self.model, data)
-            data.qpos = qpos[i].cpu()
-            data.qvel = qvel[i].cpu()
-            mujoco.mj_forward(self.model, data)
-            self.keep(i, data)
-            for field, array in self.copies:
-                field[i] = array[i]
+        ids = ended.nonzero()[:, 0].cpu()
+        if len(ids) == 0:
+            return
+        self.batch.reset(ids, stage=mujoco.mjtStage.mjSTAGE_NONE)
+        self.qpos[ids] = qpos[ids].cpu()
+        self.qvel[ids] = qvel[ids].cpu()
+        self.batch.forward(ids)
+        for array in self.forces.values():
+            array[ids] = 0
+        self.copy()
+
+    def copy(self):
+        """Fields to `state`, in float32 on the device."""
+        for field, array in self.copies:
+            field.copy_(array)
+
+
+# What these kernels of mujoco_warp compute: positions and velocities; for the rest of what a task
+# may read where an episode begins, all of `forward` is needed
+QUICK = {"xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos"}
+QUICK |= {"site_xmat", "subtree_com", "cinert", "cvel"}
 
 
 class WarpPhysics:
     """The same in mujoco_warp: on `device`, in float32, each step a launch of a graph of Warp's."""
 
-    def __init__(self, env, num_envs, reads, device):
+    def __init__(self, env, num_envs, task, device, factors):
         try:
             import mujoco_warp as mjw
             import warp as wp
         except ImportError as error:
             raise SystemExit(f"{error}: pip install -r requirements/mujoco-warp.txt") from None
-        # Of all tasks but Humanoid, whose solver Warp lacks, this is the default
+        # Of all tasks but the humanoids', whose solver Warp lacks, this is the default
         env.model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
         env.model.opt.iterations = 100
         # On steep capsules, Ant's feet, mujoco_warp 4.0.0 takes other directions of friction
@@ -668,8 +822,14 @@ class WarpPhysics:
                 self.data = mjw.make_data(env.model, nworld=num_envs)
             except (RuntimeError, ValueError) as error:  # of memory
                 raise SystemExit(f"--num-envs: {num_envs:,} worlds: {error}") from None
-            self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
+            with one_line("--physics warp", NotImplementedError):  # of this model
+                self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
             self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
+            for name, factor in factors.items():
+                shared = getattr(self.model, name)
+                values = wp.to_torch(shared) * factor.float().to(device)
+                setattr(self.model, name, wp.from_torch(values, dtype=shared.dtype))
+            mjw.set_const(self.model, self.data)
 
             def run(functions):
                 for function in functions:
@@ -677,8 +837,11 @@ class WarpPhysics:
 
             def capture(functions):
                 run(functions)  # compiles
+                gc.collect()  # to destroy a stream would end a capture, also one of PyTorch's
+                gc.disable()
                 with wp.ScopedCapture() as recorded:
                     run(functions)
+                gc.enable()
 
                 def replay():
                     stream = wp.stream_from_torch() if device.type == "cuda" else None  # torch's
@@ -687,17 +850,23 @@ class WarpPhysics:
                 return replay
 
             steps = [mjw.step] * env.frame_skip
-            if not FORCES.isdisjoint(reads):
+            if not FORCES.isdisjoint(task.reads):
                 steps.append(mjw.rne_postconstraint)
             self.simulate = capture(steps)
-            derive = [mjw.kinematics, mjw.com_pos, mjw.com_vel]
+            derive = [mjw.forward]
+            if QUICK.union(FORCES).issuperset(task.reads):
+                derive = [mjw.kinematics, mjw.com_pos, mjw.com_vel]
             self.derive = capture(derive)  # from qpos and qvel
         self.ctrl = wp.to_torch(self.data.ctrl)  # no copies
         self.overflow = wp.to_torch(self.data.overflow)  # not 0 once at a limit
         self.state = SimpleNamespace()
-        self.cleared = [wp.to_torch(self.data.qacc_warmstart)]  # where an episode begins
-        for name in ("qpos", "qvel", *reads):
-            field = wp.to_torch(getattr(self.data, name))
+        self.cleared = [self.ctrl, wp.to_torch(self.data.qacc_warmstart)]
+        if env.model.na:
+            self.cleared.append(wp.to_torch(self.data.act))
+        for name in ("qpos", "qvel", *task.reads):
+            with one_line("--physics warp", AttributeError):
+                array = getattr(self.data, name)
+            field = wp.to_torch(array)
             setattr(self.state, name, field)
             self.cleared.append(field.view(num_envs, -1))
 
@@ -706,6 +875,11 @@ class WarpPhysics:
         self.simulate()
 
     def begin(self, ended, qpos, qvel):
+        self.place(ended, qpos, qvel)
+        self.derive()
+
+    def place(self, ended, qpos, qvel):
+        """Sets the state where `ended` (N,); on the device alone, so that a graph may hold it."""
         rows = ended[:, None]
         state = self.state
         qpos = qpos.where(rows, state.qpos)
@@ -714,33 +888,34 @@ class WarpPhysics:
             field.masked_fill_(rows, 0)
         state.qpos.copy_(qpos)
         state.qvel.copy_(qvel)
-        self.derive()
 
 
 class MuJoCoEnvs(gym.vector.VectorEnv):
-    """N of Gymnasium's MuJoCo environments in one batch: all tensors are float32 on `device`.
+    """N worlds of a task in one batch: all tensors are float32 on `device`.
 
     An episode that ends begins anew in the same step. A world that is no longer finite ends its
     episode with reward 0 and is counted in `broken`. The first episodes, whose returns are NaN, end
-    early, each at another step, so that later ones do not all end at once.
+    early, each at another step, so that later ones do not all end at once. With `randomize` each
+    world has masses, a friction and gears of its own, that far from the model's, relatively.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    max_steps = 1000
 
-    def __init__(self, env_id, num_envs, device, physics):
+    def __init__(self, env_id, num_envs, device, physics, randomize=0.0, seed=0):
         if env_id not in TASKS:
             raise SystemExit(f"--env-id: {env_id} is none of {', '.join(TASKS)}")
         env = gym.make(env_id).unwrapped
+        self.spec = gym.spec(env_id)
         self.num_envs = num_envs
         self.task = TASKS[env_id]
         self.dt = env.dt
-        self.scale = env._reset_noise_scale
         self.single_action_space = env.action_space
-        self.single_observation_space = env.observation_space
+        self.single_observation_space = Box(-math.inf, math.inf, env.observation_space.shape)
         on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
         kind = WarpPhysics if on_warp else CPhysics
-        self.physics = kind(env, num_envs, self.task.reads, device)
+        factors = draw_factors(env.model, num_envs, randomize, seed) if randomize else {}
+        with one_line("--env-id", AttributeError, ValueError):  # a field that MuJoCo does not have
+            self.physics = kind(env, num_envs, self.task, device, factors)
 
         def to_device(array):
             return torch.tensor(array, device=device).float()
@@ -753,16 +928,22 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         self.returns = torch.zeros(num_envs, device=device)
         self.lengths = torch.zeros(num_envs, device=device)
         self.position = torch.zeros(num_envs, device=device)
+        env.close()
+
+    @cached_property  # a row for each world
+    def action_space(self):
+        return batch_space(self.single_action_space, self.num_envs)
+
+    @cached_property
+    def observation_space(self):
+        return batch_space(self.single_observation_space, self.num_envs)
 
     def draw(self, *shape, generator=None):
-        """How far from the usual state episodes begin: (*shape, positions and velocities)."""
-        size = len(self.qpos) + len(self.qvel)
-        noise = self.qpos.new_empty(*shape, size)
-        noise.uniform_(-1, 1, generator=generator)
-        if self.task.velocity_noise == "normal":
-            velocities = noise[..., len(self.qpos) :]
-            velocities.normal_(generator=generator)
-        return noise * self.scale
+        """Where episodes begin: (*shape, positions and velocities)."""
+        qpos = self.qpos.repeat(*shape, 1)
+        qvel = self.qvel.repeat(*shape, 1)
+        self.task.start(qpos, qvel, generator)
+        return torch.cat([qpos, qvel], dim=-1)
 
     def reset(self, *, seed=None, options=None):
         """Starts all episodes, drawn from torch's generator if not by seed -> obs (N, O), {}."""
@@ -770,15 +951,17 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         if seed is not None:
             generator = torch.Generator(self.qpos.device)
             generator.manual_seed(seed)
-        noise = self.draw(self.num_envs, generator=generator)
         worlds = torch.arange(self.num_envs)
-        self.lengths.copy_(worlds * self.max_steps // self.num_envs)
+        self.lengths.copy_(worlds * self.task.max_steps // self.num_envs)
         self.returns.fill_(0)
         self.returns.masked_fill_(self.lengths > 0, math.nan)
-        obs = self.begin(self.lengths >= 0, noise)
+        starts = self.draw(self.num_envs, generator=generator)
+        all_worlds = self.lengths >= 0
+        self.physics.begin(all_worlds, *self.split(starts))
+        obs = self.observe(all_worlds)
         return obs, {}
 
-    def step(self, actions, noise=None):
+    def step(self, actions, starts=None):
         """Actions (N, A), clipped to their space, and a `draw` for the episodes that begin.
 
         -> obs (N, O), rewards, terminated, truncated (N,), infos: `final_obs` (N, O) is what the
@@ -788,11 +971,15 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         self.physics.step(actions)
         rewards, terminated, truncated, infos = self.settle(actions)
         ended = infos["_episode"]
-        if noise is None:
-            noise = self.draw(self.num_envs)
-        first_obs = self.begin(ended, noise)
+        if starts is None:
+            starts = self.draw(self.num_envs)
+        self.physics.begin(ended, *self.split(starts))
+        first_obs = self.observe(ended)
         obs = first_obs.where(ended[:, None], infos["final_obs"])
         return obs, rewards, terminated, truncated, infos
+
+    def split(self, starts):
+        return starts.tensor_split([len(self.qpos)], dim=1)
 
     def settle(self, actions):
         """Judges what the physics has led to -> rewards, terminated, truncated (N,), infos."""
@@ -808,7 +995,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         self.broken += (~finite).sum()
         self.returns += rewards
         self.lengths += 1
-        truncated = self.lengths >= self.max_steps
+        truncated = self.lengths >= self.task.max_steps
         ended = terminated | truncated
         infos = {
             "final_obs": obs,
@@ -820,23 +1007,78 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         self.lengths.masked_fill_(ended, 0)
         return rewards, terminated, truncated, infos
 
-    def begin(self, ended, noise):
-        """Begins episodes where `ended` (N,), a start from `noise`, x from 0 -> obs (N, O)."""
-        qpos, qvel = noise.tensor_split([len(self.qpos)], dim=1)
-        qpos = self.qpos + qpos
-        qvel = self.qvel + qvel
-        self.physics.begin(ended, qpos, qvel)
+    def observe(self, ended):
+        """Where episodes have begun, `ended` (N,), their positions; x from 0 -> obs (N, O)."""
         state = self.physics.state
-        actions = noise.new_zeros(self.num_envs, len(self.low))
-        speed = actions[:, 0]
+        speed = torch.zeros_like(self.position)
+        actions = self.low.new_zeros(self.num_envs, len(self.low))
         obs, _, _ = self.task.judge(state, speed, actions)
         position = self.task.position(state)
         self.position.copy_(position.where(ended, self.position))
-        if not self.task.observes_x:  # float32 would lose the speed in a large x
+        if self.task.moves:  # float32 would lose the speed in a large x
             x = state.qpos[:, 0]
             self.position -= x
             x.zero_()
         return obs
+
+
+def draw_factors(model, num_envs, share, seed):
+    """By what fields of the model are multiplied, 1 - share to 1 + share -> {name: (N, ...)}."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        uniform = torch.rand(num_envs, *shape, generator=generator, dtype=torch.float64)
+        return 1 + share * (2 * uniform - 1)
+
+    mass = draw(model.nbody)
+    return {
+        "body_mass": mass,
+        "body_inertia": mass[:, :, None],
+        "geom_friction": draw(1, 1),  # of contacts the larger one counts
+        "actuator_gear": draw(model.nu, 1),
+    }
+
+
+class World(MujocoEnv):
+    """A task with a model of its own as an environment of Gymnasium's, in which it is evaluated."""
+
+    def __init__(self, task, **kwargs):
+        self.task = task
+        path = str(Path(task.model).resolve())
+        super().__init__(path, task.frame_skip, None, **kwargs)
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / self.dt)}
+        obs = self.reset_model()
+        self.observation_space = Box(-math.inf, math.inf, obs.shape, np.float64)
+
+    def read(self):
+        """What the task reads, as the fields of one world."""
+        fields = SimpleNamespace()
+        for name in ("qpos", "qvel", *self.task.reads):
+            field = torch.tensor(getattr(self.data, name))
+            setattr(fields, name, field[None])
+        return fields
+
+    def step(self, action):
+        self.do_simulation(action, self.frame_skip)
+        fields = self.read()
+        position = self.task.position(fields)
+        speed = (position - self.position) / self.dt
+        self.position = position
+        obs, rewards, terminated = self.task.judge(fields, speed, torch.tensor(action)[None])
+        return obs[0].numpy(), rewards.item(), terminated.item(), False, {}
+
+    def reset_model(self):
+        seed = self.np_random.integers(2**31)
+        generator = torch.Generator().manual_seed(int(seed))
+        qpos = torch.tensor(self.init_qpos)
+        qvel = torch.tensor(self.init_qvel)
+        self.task.start(qpos, qvel, generator)
+        self.set_state(qpos.numpy(), qvel.numpy())
+        fields = self.read()
+        self.position = self.task.position(fields)
+        speed = torch.zeros_like(self.position)
+        obs, _, _ = self.task.judge(fields, speed, torch.zeros(1, self.model.nu))
+        return obs[0].numpy()
 
 
 def evaluate(agent: PPO, args: Args, video: Path) -> float:
@@ -861,7 +1103,7 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
     while running.any():  # each has a time limit
         inputs = torch.as_tensor(obs).to(agent.model.actor_logstd)
         with torch.no_grad():
-            actions, _, _ = agent.model(inputs)
+            actions, _ = agent.model(inputs)
         actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
@@ -873,11 +1115,12 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
-ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"""
+ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize"""
 AT_MOST = {
     "gamma": 1,
     "gae_lambda": 1,
     "tau": 1,
+    "randomize": 0.9,
     "num_envs": 1e7,
     "num_steps": 1e7,
     "batch_size": 1e7,

@@ -355,7 +355,7 @@ BUGS = [
         "test_ppo.py::test_only_a_truncation_bootstraps_from_its_final_observation",
     ),
     Bug(
-        PPO,
+        f"{GAMES} {PPO_GYMNASIUM}",
         "learning_rate *= 1 - run.step / run.total_steps",
         "learning_rate *= 1 - (run.step + batch_size) / run.total_steps",
         "test_ppo.py::test_run_from_end_to_end",
@@ -582,8 +582,8 @@ BUGS = [
     ),
     Bug(
         WORLDS,
-        "costs = 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)",
-        "costs = 0.1 * sum_squares(actions) + contact_costs",
+        "return 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)",
+        "return 0.1 * sum_squares(actions) + contact_costs",
         "test_mujoco.py::test_health_and_costs_are_gymnasiums_on_both_sides_of_each_bound",
     ),
     Bug(
@@ -594,20 +594,20 @@ BUGS = [
     ),
     Bug(
         WORLDS,
-        "mujoco.mj_resetData(self.model, data)",
+        "self.batch.reset(ids, stage=mujoco.mjtStage.mjSTAGE_NONE)",
         "pass",
         "test_mujoco.py::test_an_episode_begins_without_what_came_before",
     ),
     # MuJoCo's worlds: environment and physics
     Bug(
         WORLDS,
-        "velocities.normal_(generator=generator)",
-        "velocities.normal_(std=0.5, generator=generator)",
+        "torch.empty_like(qvel).normal_(generator=generator)",
+        "torch.empty_like(qvel).normal_(std=0.5, generator=generator)",
         "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
     ),
     Bug(
         WORLDS,
-        "self.lengths.copy_(worlds * self.max_steps // self.num_envs)",
+        "self.lengths.copy_(worlds * self.task.max_steps // self.num_envs)",
         "self.lengths.fill_(0)",
         "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
     ),
@@ -624,9 +624,15 @@ BUGS = [
         "test_mujoco.py::test_ends_limits_and_returns",
     ),
     Bug(
-        f"{WORLDS} {CARTPOLE}",
+        CARTPOLE,
         "truncated = self.lengths >= self.max_steps",
         "truncated = self.lengths > self.max_steps",
+        "test_cartpole.py::test_the_limit_truncates_whether_the_pole_stands_or_falls",
+    ),
+    Bug(
+        WORLDS,
+        "truncated = self.lengths >= self.task.max_steps",
+        "truncated = self.lengths > self.task.max_steps",
         "test_mujoco.py::test_ends_limits_and_returns",
     ),
     Bug(
@@ -643,15 +649,45 @@ BUGS = [
     ),
     Bug(
         WORLDS,
-        "self.needs_forces = not FORCES.isdisjoint(reads)",
-        "self.needs_forces = False",
+        "mujoco.mj_rnePostConstraint(self.model, self.data)",
+        "pass",
         "test_mujoco.py::test_steps_are_gymnasiums[Ant-v5-c]",
     ),
     Bug(
         WORLDS,
-        "self.scale = env._reset_noise_scale",
-        "self.scale = 2 * env._reset_noise_scale",
+        "Task(walker2d, start_near(5e-3), moves=True)",
+        "Task(walker2d, start_near(1e-2), moves=True)",
         "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
+    ),
+    Bug(
+        WORLDS,
+        "share.abs().sqrt()",
+        "share.abs()",
+        "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
+    ),
+    Bug(
+        WORLDS,
+        "keepdim=True) <= 0.17",
+        "keepdim=True) <= 0.1",
+        "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
+    ),
+    Bug(
+        WORLDS,
+        "        self.batch.set_const()\n",
+        "",
+        "test_mujoco.py::test_each_world_has_a_model_of_its_own",
+    ),
+    Bug(
+        WORLDS,
+        '"body_inertia": mass[:, :, None],',
+        '"body_inertia": draw(model.nbody, 1),',
+        "test_mujoco.py::test_each_world_has_a_model_of_its_own",
+    ),
+    Bug(
+        "leanrl/ppo_mujoco_gpu.py",
+        "speed = (position - self.position) / self.dt\n        self.position = position",
+        "speed = position / self.dt\n        self.position = position",
+        "test_docs.py::test_a_task_of_your_own_can_be_learned",
     ),
     # The region: the stopwatch
     Bug(
@@ -795,8 +831,8 @@ BUGS = [
     ),
     Bug(
         REGION,
-        'ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness"""',
-        'ent_coef vf_coef exploration_noise policy_noise max_staleness"""',
+        'ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize"""',
+        'ent_coef vf_coef exploration_noise policy_noise max_staleness randomize"""',
         "test_td3.py::test_bad_input_is_refused_before_any_work",
     ),
     Bug(
@@ -855,7 +891,7 @@ BUGS = [
         "test_rehearsal.py::test_a_script_on_cuda_computes_what_it_computes_on_the_cpu[fast-TD3]",
     ),
     Bug(
-        "leanrl/ppo_*_torchcompile.py",
+        "leanrl/ppo_[ac]*_torchcompile.py",
         "agent.optimizer.lr.fill_(learning_rate)",
         "agent.optimizer.lr = torch.tensor(learning_rate, device=device)",
         "test_rehearsal.py::test_a_script_on_cuda_computes_what_it_computes_on_the_cpu[fast-PPO]",
@@ -1175,8 +1211,32 @@ BUGS = [
     # MuJoCo's worlds: PPO
     Bug(
         PPO_WORLDS,
-        'agent.value(infos["final_obs"]) * ~terminated',
-        "agent.value(next_obs) * ~terminated",
+        "self.value(rollout.final_obs) * ~rollout.terminated",
+        "self.value(rollout.final_obs) * ~rollout.ended",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "                if run.step > batch_size:\n",
+        "                if run.step >= batch_size:\n",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "faster = kl < desired_kl / 2",
+        "faster = kl < desired_kl / 4",
+        "test_mujoco.py::test_the_rate_follows_the_divergence",
+    ),
+    Bug(
+        PPO_WORLDS,
+        "args.desired_kl * (1 - progress)",
+        "args.desired_kl",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
+        'final_obs=infos["final_obs"],',
+        "final_obs=next_obs,",
         "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
     ),
     Bug(
@@ -1187,8 +1247,8 @@ BUGS = [
     ),
     Bug(
         PPO_WORLDS,
-        "actions, log_probs, values = agent.act(obs, noise[t])",
-        "actions, log_probs, values = agent.act(obs, noise[0])",
+        "actions, log_probs = agent.act(obs, noise[t])",
+        "actions, log_probs = agent.act(obs, noise[0])",
         "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
     ),
     Bug(
@@ -1223,8 +1283,8 @@ BUGS = [
     ),
     Bug(
         PPO_WORLDS,
-        "actions, _, _ = agent.model(inputs)",
-        "actions, _, _ = agent.act(inputs, torch.randn(len(inputs), *envs.action_space.shape[1:]))",
+        "actions, _ = agent.model(inputs)",
+        "actions, _ = agent.act(inputs, torch.randn(len(inputs), *envs.action_space.shape[1:]))",
         "test_mujoco_runs.py::test_evaluation_is_the_mean_action_in_whole_episodes",
     ),
     # MuJoCo's worlds: what PPO and SAC share

@@ -8,12 +8,17 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import readme
 import torch
 import tyro
 from conftest import ROOT
+from test_mujoco import NEEDS_WARP
+from test_sac import read_scalars
 
 from leanrl import ppo_mujoco_gpu
 from leanrl.stopwatch import NOT_SCRIPTS
@@ -117,23 +122,43 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_a_task_of_your_own_can_be_learned(monkeypatch, tmp_path):
-    """README's task in the place of HalfCheetah's: its rewards, its ends, and a short run."""
-    (code,) = (block for block in blocks("python") if "def still_cheetah" in block)
-    names = {"torch": torch}
-    exec(code, names)
-    task = ppo_mujoco_gpu.Task(names["still_cheetah"], velocity_noise="normal")
-    monkeypatch.setitem(ppo_mujoco_gpu.TASKS, "HalfCheetah-v5", task)
+@pytest.mark.parametrize(
+    "physics", ["c", pytest.param("warp", marks=[NEEDS_WARP, pytest.mark.slow])]
+)
+def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
+    """README's MJCF file and task: worlds of both kinds, and one of Gymnasium's, say the same."""
+    (xml,) = blocks("xml")
+    (code,) = (block for block in blocks("python") if "def balance" in block)
     monkeypatch.chdir(tmp_path)
-    envs = ppo_mujoco_gpu.MuJoCoEnvs("HalfCheetah-v5", 2, torch.device("cpu"), "c")
-    envs.reset(seed=1)
-    actions = torch.tensor([[0.0] * 6, [1.0] * 6])
-    _, rewards, terminated, _, infos = envs.step(actions)
-    height = infos["final_obs"][:, 0]
-    assert (rewards < torch.tensor([1.0, 0.4])).all() and (terminated == (height.abs() > 1)).all()
-    flags = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 64}
-    flags |= {"physics": "c"}
-    assert ppo_mujoco_gpu.main(ppo_mujoco_gpu.Args(**flags)).exists()
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+    monkeypatch.setattr(ppo_mujoco_gpu, "TASKS", dict(ppo_mujoco_gpu.TASKS))
+    Path("balance.xml").write_text(xml)
+    exec(code, {"__name__": "balance"})
+    envs = ppo_mujoco_gpu.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
+    obs, _ = envs.reset(seed=1)
+    assert obs.abs().max() < 0.02 and obs.unique().numel() == 12
+    own = [gym.make("Balance-v0") for _ in range(3)]
+    for env, row in zip(own, obs, strict=True):
+        env.reset(seed=0)
+        env.unwrapped.set_state(*row.double().numpy().reshape(2, 2))
+    ends = 0
+    for _ in range(100):
+        actions = torch.rand(3, 1) * 2 - 1
+        obs, rewards, terminated, truncated, infos = envs.step(actions)
+        for i, env in enumerate(own):
+            final, reward, ended, _, _ = env.step(actions[i].numpy())
+            np.testing.assert_allclose(infos["final_obs"][i], final, atol=1e-3)
+            assert reward == pytest.approx(rewards[i].item(), abs=1e-3)
+            assert ended == terminated[i].item()
+            if ended:
+                ends += 1
+                env.reset(seed=0)
+                env.unwrapped.set_state(*obs[i].double().numpy().reshape(2, 2))
+    assert ends > 3 and envs.lengths.max() < 200
+    flags = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 96}
+    flags |= {"physics": physics, "env_id": "Balance-v0", "eval_every": 96, "eval_episodes": 2}
+    run_dir = ppo_mujoco_gpu.main(ppo_mujoco_gpu.Args(**flags))
+    assert 0 < read_scalars(run_dir)["charts/eval_return"][-1][1] < 200 * 0.6
 
 
 def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):

@@ -40,6 +40,7 @@ COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "com
 SMALL = {"num_envs": 8, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
 SAC = {"num_envs": 8, "batch_size": 16, "learning_starts": 200, "buffer_size": 500}
 OBS, A = 17, 6
+RANDOMIZED = "body_mass", "body_inertia", "geom_friction", "actuator_gear"
 HAS_WARP = importlib.util.find_spec("mujoco_warp") is not None
 NEEDS_WARP = pytest.mark.skipif(not HAS_WARP, reason="needs requirements/mujoco-warp.txt")
 PHYSICS = [
@@ -56,7 +57,13 @@ WARP_BOUNDS = {
     "Humanoid-v5": (1e-1, 1e-2),
     "InvertedPendulum-v5": (1e-4, 1e-6),
     "InvertedDoublePendulum-v5": (1e-2, 1e-3),
+    "Swimmer-v5": (1e-3, 1e-4),
+    "HumanoidStandup-v5": (1e-1, 1e-2),
+    "Reacher-v5": (1e-3, 1e-4),
+    "Pusher-v5": (1e-3, 1e-4),
 }
+# in which nothing terminates
+ENDLESS = {"HalfCheetah-v5", "Swimmer-v5", "HumanoidStandup-v5", "Reacher-v5", "Pusher-v5"}
 
 
 def make_envs(env_id="HalfCheetah-v5", num_envs=4, physics="c"):
@@ -72,13 +79,12 @@ def train(module, **flags) -> Path:
 
 def set_states(envs, qpos, qvel):
     """Begins episodes at these positions and velocities."""
-    qpos, qvel = (torch.as_tensor(np.array(x)).to(envs.qpos) for x in (qpos, qvel))
+    qpos, qvel = (torch.as_tensor(np.asarray(x)).to(envs.qpos) for x in (qpos, qvel))
     envs.lengths.zero_()
     envs.returns.zero_()
-    envs.begin(
-        torch.ones_like(qpos[:, 0], dtype=torch.bool),
-        torch.cat([qpos - envs.qpos, qvel - envs.qvel], dim=1),
-    )
+    all_worlds = torch.ones_like(qpos[:, 0], dtype=torch.bool)
+    envs.physics.begin(all_worlds, qpos, qvel)
+    return envs.observe(all_worlds)
 
 
 # The environments
@@ -113,10 +119,10 @@ def test_steps_are_gymnasiums(env_id, physics):
             differ += ended != terminated[i].item()
             if ended:
                 env.reset()
-    assert terminations > 5 or env_id == "HalfCheetah-v5"
+    assert terminations > 5 or env_id in ENDLESS
     if physics == "c":
         assert np.max(errors) < 1e-5 and not differ
-        assert not envs.physics.data[0].timer.duration.any()  # nor those of `own`, made before
+        assert not envs.physics.batch.get_data(0).timer.duration.any()
     else:
         bounds = WARP_BOUNDS[env_id]
         assert (np.quantile(errors, 0.99, axis=0) < bounds).all() and differ <= 1
@@ -169,15 +175,13 @@ def test_an_episode_begins_without_what_came_before():
     envs.reset(seed=0)
     assert envs.returns[0] == 0 and envs.returns[1:].isnan().all()  # that one begins now
     envs.step(torch.full((2, 17), 0.4))
-    noise = envs.draw(2)
-    obs = envs.begin(torch.ones(2, dtype=torch.bool), noise)
+    qpos, qvel = envs.split(envs.draw(2))
+    obs = set_states(envs, qpos, qvel)
     env = gym.make("Humanoid-v5").unwrapped
-    positions, velocities = noise.numpy().astype(np.float64).T[: env.model.nq].T, noise.numpy()
     for i in range(2):
         env.reset(seed=0)
         mujoco.mj_resetData(env.model, env.data)
-        velocity = velocities[i, env.model.nq :].astype(np.float64)
-        env.set_state(env.init_qpos + positions[i], env.init_qvel + velocity)
+        env.set_state(qpos[i].double().numpy(), qvel[i].double().numpy())
         mine, theirs = obs[i].numpy(), env._get_obs()
         error = np.abs(mine - theirs) / np.maximum(np.abs(theirs), 1)
         assert error.max() < 1e-4
@@ -203,19 +207,18 @@ def test_ends_limits_and_returns():
     assert (obs[:3] != infos["final_obs"][:3]).any(1).all()
     assert (obs[:3, 0] - 1.25).abs().max() < 5.1e-3  # episodes that begin stand upright
     # a world that is not finite ends, and no other notices, though threads have one MjData each
-    rows = envs.physics.worlds.copy()
-    envs.physics.begin(
-        torch.tensor([True, False, False, False, False]),
-        torch.full((5, 6), math.nan),
-        torch.zeros(5, 6),
-    )
+    rows = envs.physics.batch.state.copy()
+    first = torch.tensor([True, False, False, False, False])
+    envs.physics.begin(first, torch.full((5, 6), math.nan), torch.zeros(5, 6))
+    envs.observe(first)
     obs, rewards, terminated, _, infos = envs.step(torch.zeros(5, 3))
     assert terminated.tolist() == [True] + [False] * 4 and envs.broken == 1 and rewards[0] == 0
     assert obs.isfinite().all() and infos["final_obs"].isfinite().all()
-    found = envs.physics.worlds[1:].copy()
-    envs.physics.worlds[:] = rows
+    found = envs.physics.batch.state[1:].copy()
+    envs.physics.batch.state[:] = rows
     envs.physics.step(torch.zeros(5, 3))
-    assert (envs.physics.worlds[1:] == found).all() and (found != rows[1:]).any(1).all()
+    again = envs.physics.batch.state[1:]
+    assert (again == found).all() and (found != rows[1:]).any(1).all()
 
 
 def test_x_does_not_grow():
@@ -232,18 +235,19 @@ def test_x_does_not_grow():
     assert total == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Walker2d-v5"])
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Walker2d-v5", "Reacher-v5", "Pusher-v5"])
 def test_resets_are_gymnasiums_and_seeds_decide(env_id):
     envs, again = (make_envs(env_id, 1000) for _ in range(2))
     obs, _ = envs.reset(seed=3)
     assert torch.equal(obs, again.reset(seed=3)[0])
     env = gym.make(env_id).unwrapped
     own = np.array([env.reset(seed=i)[0] for i in range(1000)])
-    for mine, theirs in zip(obs.numpy().T, own.T, strict=True):
+    for mine, theirs in zip(obs.double().numpy().T.round(5), own.T.round(5), strict=True):
         levels = np.sort(np.concatenate([mine, theirs]))
         shares = (np.searchsorted(np.sort(x), levels, side="right") / 1000 for x in (mine, theirs))
         assert np.abs(np.subtract(*shares)).max() < 1.95 * (2 / 1000) ** 0.5  # p = 0.001
-    assert len(np.unique(envs.lengths.numpy())) == 1000  # the first episodes end apart
+    ages = np.unique(envs.lengths.numpy())  # the first episodes end apart
+    assert len(ages) == envs.task.max_steps == gym.spec(env_id).max_episode_steps
 
 
 def test_more_than_their_space_is_clipped_and_wrong_shapes_fail():
@@ -254,6 +258,74 @@ def test_more_than_their_space_is_clipped_and_wrong_shapes_fail():
     assert rewards[0] == rewards[1] and torch.equal(*infos["final_obs"])
     with pytest.raises((RuntimeError, ValueError)):
         envs.step(torch.zeros(2, 3))
+
+
+def masses_of(physics):
+    """(N, bodies)"""
+    if hasattr(physics, "batch"):
+        return torch.from_numpy(physics.batch.expanded("body_mass").copy()).float()
+    warp = pytest.importorskip("warp")
+    return warp.to_torch(physics.model.body_mass)
+
+
+@pytest.mark.parametrize("physics", PHYSICS[:2])
+def test_each_world_has_a_model_of_its_own(physics):
+    """Every world falls and runs as Gymnasium's environment does with that world's model."""
+    worlds = baseline.MuJoCoEnvs("Hopper-v5", 4, CPU, physics, 0.5, 7)
+    env = gym.make("Hopper-v5").unwrapped
+    usual = {name: getattr(env.model, name).copy() for name in RANDOMIZED}
+    factors = baseline.draw_factors(env.model, 4, 0.5, 7)
+    assert list(factors) == list(usual)
+    for factor in factors.values():
+        assert ((0.5 <= factor) & (factor <= 1.5)).all() and factor.unique().numel() > 3
+    expected = torch.from_numpy(usual["body_mass"]) * factors["body_mass"]
+    torch.testing.assert_close(masses_of(worlds.physics), expected.float())
+    worlds.reset(seed=0)
+    qpos, qvel = np.tile(env.init_qpos, (4, 1)), np.zeros((4, env.model.nv))
+    qpos[:, 1] += 0.02
+    set_states(worlds, qpos, qvel)
+    for step in range(12):  # it lands meanwhile
+        actions = torch.full((4, 3), 0.3 if step % 2 else -0.3)
+        worlds.lengths.zero_()
+        found = worlds.step(actions)[4]["final_obs"]
+    differ = []
+    for i in range(4):
+        for name, factor in factors.items():
+            getattr(env.model, name)[:] = usual[name] * factor[i].numpy()
+        mujoco.mj_setConst(env.model, env.data)
+        env.reset(seed=0)
+        mujoco.mj_resetData(env.model, env.data)
+        env.set_state(qpos[i], qvel[i])
+        for step in range(12):
+            obs = env.step(np.full(3, 0.3 if step % 2 else -0.3))[0]
+        np.testing.assert_allclose(found[i], obs, atol=1e-4 if physics == "c" else 2e-3)
+        differ.append(obs)
+    assert np.ptp(differ, axis=0).max() > 0.01
+    again = baseline.MuJoCoEnvs("Hopper-v5", 4, CPU, physics, 0.5, 7)
+    assert torch.equal(masses_of(again.physics), masses_of(worlds.physics))
+
+
+def test_worlds_are_a_vector_environment_of_gymnasiums():
+    envs = make_envs("Reacher-v5", 3)
+    obs, infos = envs.reset(seed=0)
+    assert obs.numpy() in envs.observation_space
+    assert obs[0].numpy() in envs.single_observation_space
+    assert infos == {} and envs.spec.id == "Reacher-v5" and envs.unwrapped is envs
+    envs.action_space.seed(0)
+    obs, rewards, terminated, truncated, _ = envs.step(torch.tensor(envs.action_space.sample()))
+    assert obs.numpy() in envs.observation_space and obs.dtype == rewards.dtype == torch.float32
+    assert terminated.dtype == truncated.dtype == torch.bool
+    envs.close()
+    assert envs.closed
+
+
+@pytest.mark.parametrize("physics", PHYSICS[:2])
+def test_what_a_physics_cannot_give_is_refused(physics, monkeypatch):
+    task = baseline.TASKS["HalfCheetah-v5"]._replace(reads=("xposs",))
+    monkeypatch.setitem(baseline.TASKS, "HalfCheetah-v5", task)
+    with pytest.raises(SystemExit, match="xposs") as error:
+        make_envs("HalfCheetah-v5", 2, physics)
+    assert str(error.value).startswith("--") and "\n" not in str(error.value)
 
 
 # Parity
@@ -281,12 +353,13 @@ def test_statistics_and_values(module):
     inputs = ((obs - means) / variances.sqrt()).clamp(-10, 10)
     with torch.no_grad():
         model.actor_logstd.fill_(-0.5)
-        actions, log_probs, values = agent.act(obs, noise)
+        actions, log_probs = agent.act(obs, noise)
+        values = model.value(obs)
         own, mean = model.critic(inputs).squeeze(-1), model.actor_mean(inputs)
         normal = torch.distributions.Normal(mean, math.exp(-0.5))
     expected = 100 + 10 * means[0] + 10 * variances[0].sqrt() * own
     torch.testing.assert_close(values, expected, atol=1e-2, rtol=1e-3)
-    torch.testing.assert_close(agent.value(obs), values)
+    torch.testing.assert_close(agent.value(obs.view(5, 10, OBS)), values.view(5, 10))
     torch.testing.assert_close((actions - mean) / normal.stddev, noise, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(log_probs, normal.log_prob(actions).sum(1), atol=1e-3, rtol=1e-3)
     after = agent.state_dict()
@@ -309,7 +382,8 @@ def make_pair():
 def run_updates(reference, agent, count, tolerance):
     """`count` minibatch updates on both, then all metrics and parameters must agree."""
     obs = torch.randn(256, OBS)
-    actions, log_probs, values = reference.act(obs, torch.randn(256, A))
+    actions, log_probs = reference.act(obs, torch.randn(256, A))
+    values = reference.value(obs[None])[0]
     columns = {
         "obs": obs,
         "actions": actions,
@@ -328,11 +402,24 @@ def run_updates(reference, agent, count, tolerance):
     torch.testing.assert_close(*states, atol=tolerance, rtol=tolerance)
 
 
+@SCRIPTS
+def test_the_rate_follows_the_divergence(module):
+    """Half and double of the wanted one are the bounds, between which it stays; it has limits."""
+    agent = module.PPO(module.Args(**SMALL, learning_rate=1e-3), OBS, A, CPU)
+    rates = []
+    for kl in (0.13, 0.11, 0.04, 0.02, 0.02, 0.0, *10 * [0.0], *20 * [1.0]):
+        agent.adapt(torch.tensor(kl), 0.06)
+        rates.append(agent.learning_rate.item())
+    first = [2 / 3, 2 / 3, 2 / 3, 1, 1.5, 2.25]
+    assert rates[:6] == pytest.approx([1e-3 * x for x in first])
+    assert rates[15] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-5)
+
+
 @COMPILED
 def test_one_update_agrees(compiled):
     reference, agent = make_pair()
     if compiled:
-        variant.compile_agent(agent, make_envs())
+        variant.compile_agent(agent)
     run_updates(reference, agent, 1, 1e-5)
 
 
@@ -352,7 +439,7 @@ def test_a_wrong_update_is_noticed():
 def test_numbers_that_a_copy_of_ppo_anneals_count():
     """Weights and the longest gradient change between updates, in compiled code as well."""
     reference, agent = make_pair()
-    variant.compile_agent(agent, make_envs())
+    variant.compile_agent(agent)
     for ent_coef, max_grad_norm in ((0.01, 0.5), (0.5, 0.1), (0.2, 0.05), (0.1, 1.0)):
         for args in (reference.args, agent.args):
             args.ent_coef, args.max_grad_norm = ent_coef, max_grad_norm
@@ -503,7 +590,7 @@ MANY = {"num_envs": 10**9, "total_timesteps": 10**11, "physics": "c"}
 @ALL_SCRIPTS
 def test_what_a_user_gets_wrong(module, monkeypatch):
     for flags, said in (
-        ({"env_id": "Reacher-v5"}, "--env-id: Reacher-v5 is none of HalfCheetah-v5, "),
+        ({"env_id": "CartPole-v1"}, "--env-id: CartPole-v1 is none of HalfCheetah-v5, "),
         ({"num_envs": 0}, "--num-envs: 0 is out of range"),
         (MANY, "--num-envs: 1000000000 is out of range"),
         ({"gamma": math.nan}, "--gamma: nan is out of range"),
@@ -513,7 +600,7 @@ def test_what_a_user_gets_wrong(module, monkeypatch):
         with pytest.raises(SystemExit) as error:
             module.main(module.parse_args(module.Args))
         assert str(error.value).startswith(said) and "\n" not in str(error.value)
-    with pytest.raises(SystemExit, match="^--num-envs: 1,000,000,000 worlds of 20 kB each do not"):
+    with pytest.raises(SystemExit, match="^--num-envs: 1,000,000,000 worlds of 20 kB do not"):
         train(module, **MANY)
     if HAS_WARP:
         with pytest.raises(SystemExit, match="^--num-envs: 1,000,000,000 worlds: "):

@@ -99,6 +99,7 @@ def small_worlds(monkeypatch):
 
         def changed(self, *args):
             init(self, *args)
+            self.task = self.task._replace(max_steps=25)
             self.broken.fill_(3)
             self.physics.overflow[:2] = 1
             if is_sac(module):
@@ -106,7 +107,6 @@ def small_worlds(monkeypatch):
                 self.single_action_space = gym.spaces.Box(LOW.numpy(), HIGH.numpy())
 
         monkeypatch.setattr(module.MuJoCoEnvs, "__init__", changed)
-        monkeypatch.setattr(module.MuJoCoEnvs, "max_steps", 25)
 
     return change
 
@@ -228,7 +228,7 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
     monkeypatch.setattr(module, "STEADY_AFTER", 1)
     calls = record(module, *PPO_CALLS, prepare=model_of, learn=lambda *x: float(rate(*x)))
     more = {"total_timesteps": 500, "eval_every": 200, "save_model": True}  # 3 rollouts of 128
-    run_dir = train(module, **more)
+    run_dir = train(module, **more, seed=1)
     happened, agent = account(calls), of(calls, "__init__")[0].owner
     prepares = of(calls, "prepare")
     kinds = happened.terminated, happened.truncated
@@ -242,6 +242,8 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
         ("obs", happened.obs[:-1]),
         ("actions", happened.actions),
         ("rewards", happened.rewards),
+        ("final_obs", happened.finals),
+        ("terminated", happened.terminated),
         ("ended", happened.ended),
         ("episode_returns", happened.returns),
         ("episode_lengths", happened.lengths),
@@ -251,13 +253,10 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
     for k, prepare in enumerate(prepares):
         steps, model = slice(16 * k, 16 * k + 16), prepare.found
         with torch.no_grad():
-            mean, log_std, values = model(happened.obs[steps].flatten(0, 1))
-            next_values = model(happened.finals[steps].flatten(0, 1))[2].view(16, 8)
-        mean, values = mean.view(16, 8, 3), values.view(16, 8)
+            mean, log_std = model(happened.obs[steps].flatten(0, 1))
+        mean = mean.view(16, 8, 3)
         noise.append((happened.actions[steps] - mean) / log_std.exp())
         normal = torch.distributions.Normal(mean, log_std.exp())
-        assert_close(rollout.values[steps], values)
-        assert_close(rollout.next_values[steps], next_values * ~happened.terminated[steps])
         assert_close(rollout.log_probs[steps], normal.log_prob(happened.actions[steps]).sum(-1))
         if k == 0:
             assert log_std.eq(-1).all() and mean.abs().max() < 0.1
@@ -268,27 +267,36 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
     assert len(drawn.unique(dim=0)) == len(drawn) == 48 * 8
     assert (starts - torch.tensor([1.25] + 10 * [0.0])).abs().max() < 5.1e-3
 
-    # what is learned from, in which order and at which rate
+    # what is learned from, in which order and at which rate; the first rollout only measures
     learning = [x for x in calls if x.name in ("prepare", "learn", "observe")]
-    assert [x.name for x in learning] == ["prepare", *3 * ["learn"], "observe"] * 3
+    names = ["prepare", "observe"] + ["prepare", *3 * ["learn"], "observe"] * 2
+    assert [x.name for x in learning] == names
     updates, orders, rows, scalars = of(calls, "update"), [], {}, read_scalars(run_dir)
-    assert len(updates) == 3 * 3 * 4
+    assert len(updates) == 2 * 3 * 4
+    expected_rate = 0.01
     for k, prepare in enumerate(prepares):
-        (rollout,), batch = prepare.args, prepare.result
+        (rollout,), batch, model = prepare.args, prepare.result, prepare.found
+        with torch.no_grad():
+            values = model.value(rollout.obs.flatten(0, 1)).view(16, 8)
+            next_values = model.value(rollout.final_obs.flatten(0, 1)).view(16, 8)
+        next_values *= ~rollout.terminated
+        assert_close(batch.values.view(16, 8), values)
         ended, advantage = rollout.ended.double(), torch.zeros(8, dtype=torch.float64)
-        deltas = rollout.rewards + 0.9 * rollout.next_values.double() - rollout.values
+        deltas = rollout.rewards + 0.9 * next_values.double() - values
         for t in reversed(range(16)):
             advantage = deltas[t] + 0.9 * 0.8 * (1 - ended[t]) * advantage
             assert_close(batch.advantages.view(16, 8)[t].double(), advantage)
         assert_close(batch.returns, batch.advantages + batch.values)
-        for name in ("obs", "actions", "log_probs", "values"):
+        for name in ("obs", "actions", "log_probs"):
             assert torch.equal(getattr(batch, name), getattr(rollout, name).flatten(0, 1))
-        *epochs, observe = learning[5 * k + 1 : 5 * k + 5]
+        learning.pop(0)  # the preparation
+        epochs = [learning.pop(0) for _ in range(3 if k > 0 else 0)]
+        observe = learning.pop(0)
         torch.testing.assert_close(observe.args[0], batch, atol=0, rtol=0)
         clipped = []
         for epoch in epochs:
             torch.testing.assert_close(epoch.args[0], batch, atol=0, rtol=0)
-            assert epoch.found == pytest.approx(0.01 * (1 - k / 3))
+            assert epoch.found == pytest.approx(expected_rate)
             orders.append(tuple(epoch.args[1].tolist()))
             mine, updates = updates[:4], updates[4:]
             assert tuple(torch.cat([x.args[1] for x in mine]).tolist()) == orders[-1]
@@ -297,13 +305,19 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
                 assert_close(found, torch.stack([x.result[tag] for x in mine]))
             clipped.append(epoch.result["losses/clipfrac"])
         # and what is logged of it
-        row = {tag: values[-1] for tag, values in epochs[-1].result.items()}
-        row["losses/clipfrac"] = torch.cat(clipped).mean()
-        assert row["losses/clipfrac"] > 0 and row["losses/clipfrac"] != clipped[-1].mean()
+        row = {}
+        if epochs:
+            row = {tag: values[-1] for tag, values in epochs[-1].result.items()}
+            row["losses/clipfrac"] = torch.cat(clipped).mean()
+            assert row["losses/clipfrac"] > 0 and row["losses/clipfrac"] != clipped[-1].mean()
+            desired, kl = 0.06 * (1 - (k + 1) / 3), row["losses/approx_kl"]
+            desired = max(desired, 0.004)
+            factor = 1 / 1.5 if kl > 2 * desired else 1.5 if kl < desired / 2 else 1
+            expected_rate = min(expected_rate * factor, 0.01)
         row["losses/explained_variance"] = (
             1 - (batch.returns - batch.values).var() / batch.returns.var()
         )
-        row |= {"charts/learning_rate": epochs[0].found}
+        row |= {"charts/learning_rate": expected_rate}
         row |= {"charts/broken_worlds": 3, "charts/overflows": 2}
         ends = happened.mean_of_ended(16 * k, 16 * k + 16)
         add_row(rows, 128 * (k + 1), row, ends)
@@ -311,7 +325,7 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
         assert_rows(scalars[tag], expected)
     assert scalars.keys() == rows.keys() | OTHER_TAGS and len(rows) == 12
     assert len(rows["charts/episodic_return"]) == 2  # no known episode ends in the first rollout
-    assert len(set(orders)) == 9 and all(sorted(x) == [*range(128)] for x in orders)
+    assert len(set(orders)) == 6 and all(sorted(x) == [*range(128)] for x in orders)
     assert all(sum(a == b for a, b in zip(x, range(128), strict=True)) < 10 for x in orders)
 
     stages = json.loads((run_dir / "stages.json").read_text())
@@ -325,7 +339,7 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
     assert saved["model.return_norm.num_batches_tracked"] == 3
     found = scalars["charts/eval_return"]
     assert [step for step, _ in found] == [256, 384]
-    assert found[-1][1] == pytest.approx(own_evaluation(agent, COMMON["env_id"], 2, 3), rel=1e-3)
+    assert found[-1][1] == pytest.approx(own_evaluation(agent, COMMON["env_id"], 2, 1), rel=1e-3)
 
 
 @SCRIPTS
@@ -341,9 +355,9 @@ def test_an_update_is_the_papers(module, float64):
     columns |= {"advantages": (40,), "returns": (40,)}
     batch = module.Batch(**{name: 3 * torch.randn(shape) for name, shape in columns.items()})
     agent.model.observe(batch)
-    _, log_probs, values = agent.act(batch.obs, torch.zeros(40, 2))
+    values = agent.value(batch.obs[None])[0]
     with torch.no_grad():
-        mean, log_std, _ = agent.model(batch.obs)
+        mean, log_std = agent.model(batch.obs)
         actions = mean + log_std.exp() * torch.randn(40, 2)
         log_probs = torch.distributions.Normal(mean, log_std.exp()).log_prob(actions).sum(1)
         log_probs += 0.2 * torch.randn(40)  # as if some updates had been made
@@ -352,7 +366,8 @@ def test_an_update_is_the_papers(module, float64):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-5)
     for _ in range(3):
         index = torch.randperm(40)[:10]
-        mean, log_std, values = model(batch.obs[index])
+        mean, log_std = model(batch.obs[index])
+        values = model.value(batch.obs[index])
         normal = torch.distributions.Normal(mean, log_std.exp())
         log_ratios = normal.log_prob(batch.actions[index]).sum(1) - batch.log_probs[index]
         advantages = batch.advantages[index]
@@ -728,7 +743,8 @@ def test_a_resumed_ppo_goes_on_from_all_it_had(module, record, small_worlds):
     assert torch.equal(generator, saved["generators"][0]) and torch.equal(generator, last_state)
     assert seed == 3 + 256
     rates = [call.found for call in of(calls, "learn")]
-    assert rates == pytest.approx(3 * [0.01 * (1 - 2 / 4)] + 3 * [0.01 * (1 - 3 / 4)])
+    assert len(rates) == 6 and rates[:3] == 3 * [saved["agent"]["learning_rate"].item()]
+    assert rates[0] != pytest.approx(0.01)
     end = read_checkpoint(run_dir)
     assert end["global_step"] == 512 and end["agent"]["model.obs_norm.num_batches_tracked"] == 4
 
@@ -780,7 +796,7 @@ def test_what_is_due_is_done(module, monkeypatch):
         )
     ):
         done.clear()
-        more = {"utd_ratio": 0.01} if is_sac(module) else {"anneal_lr": False}
+        more = {"utd_ratio": 0.01} if is_sac(module) else {"desired_kl": 1e3, "anneal_kl": False}
         run_dir = train(module, **flags, **more, total_timesteps=387, exp_name=f"{i}")
         assert done == expected, flags
         series = read_scalars(run_dir)
