@@ -620,7 +620,7 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
-ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize"""
+ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize desired_kl"""
 AT_MOST = {
     "gamma": 1,
     "gae_lambda": 1,

@@ -62,7 +62,8 @@ class Args:
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps of a rollout in each environment
     learning_rate: float = 3e-4  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    desired_kl: float = 0.0  # how far a rollout moves the policy, which the rate follows; 0: fixed
+    anneal_lr: bool = True  # lower it, or the rate if that is fixed, linearly to zero at the end
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
@@ -79,6 +80,7 @@ class Args:
     cudagraphs: bool = False  # replay the preparation of a rollout and an epoch as CUDA graphs
 
 
+MIN_KL = 0.004  # below it an update is small, whatever is left of the run
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
@@ -441,6 +443,8 @@ class PPO(nn.Module):
         super().__init__()
         self.args = args
         self.model = ActorCritic(obs_dim, action_dim).to(device)
+        learning_rate = torch.tensor(args.learning_rate, device=device)
+        self.register_buffer("learning_rate", learning_rate)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
         flat = nn.utils.parameters_to_vector(self.parameters())
         self.flat = flat.detach()
@@ -521,6 +525,13 @@ class PPO(nn.Module):
         gradient = gradient * scale.clamp(max=1)
         self.optimizer.step([gradient])
         return metrics
+
+    def adapt(self, kl: Tensor, desired_kl: float) -> None:
+        """The rate for the next rollout, by how far the last one moved the policy (as rsl_rl's)."""
+        slower = kl > 2 * desired_kl
+        faster = kl < desired_kl / 2
+        self.learning_rate.div_(1 + 0.5 * slower).mul_(1 + 0.5 * faster)
+        self.learning_rate.clamp_(1e-5, 1e-2)
 
     def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
         """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
@@ -606,11 +617,11 @@ def main(args: Args) -> Path:
 
     with run:
         while run.step < run.total_steps:
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - run.step / run.total_steps
+            remaining = 1 - run.step / run.total_steps if args.anneal_lr else 1
+            if args.desired_kl == 0:
+                agent.learning_rate.fill_(args.learning_rate * remaining)
             # speed: a tensor, which compiled code and graphs read anew
-            agent.optimizer.lr.fill_(learning_rate)
+            agent.optimizer.lr.copy_(agent.learning_rate)
 
             # 1. Roll out: T steps with the policy as it is.
             # speed: drawn where it is used; acting reads the parameters as arrays
@@ -669,6 +680,8 @@ def main(args: Args) -> Path:
                     approx_kl = metrics["losses/approx_kl"][-1]
                     if args.target_kl is not None and approx_kl > args.target_kl:
                         break
+                if args.desired_kl:
+                    agent.adapt(approx_kl, max(args.desired_kl * remaining, MIN_KL))
 
             # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
             row = {}
@@ -678,7 +691,7 @@ def main(args: Args) -> Path:
             unexplained = (batch.returns - batch.values).var()
             unexplained /= batch.returns.var().clamp(min=1e-12)
             row["losses/explained_variance"] = 1 - unexplained
-            row["charts/learning_rate"] = learning_rate
+            row["charts/learning_rate"] = agent.learning_rate
             run.log(row)
 
             # 4. Save and evaluate, now and then and at the end.
@@ -735,7 +748,7 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
-ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize"""
+ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize desired_kl"""
 AT_MOST = {
     "gamma": 1,
     "gae_lambda": 1,

@@ -70,10 +70,10 @@ class Args:
     randomize: float = 0.0  # how far each world's masses, friction and gears are from the model's
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
-    num_steps: int = 64  # steps of a rollout in each environment
+    num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # learning rate of the optimizer, at first
-    desired_kl: float = 0.06  # KL divergence of an update at first, which the rate follows
-    anneal_kl: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    desired_kl: float = 0.03  # how far a rollout moves the policy, which the rate follows; 0: fixed
+    anneal_lr: bool = True  # lower it, or the rate if that is fixed, linearly to zero at the end
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
@@ -724,6 +724,9 @@ def main(args: Args) -> Path:
 
     with run:
         while run.step < run.total_steps:
+            remaining = 1 - run.step / run.total_steps if args.anneal_lr else 1
+            if args.desired_kl == 0:
+                agent.learning_rate.fill_(args.learning_rate * remaining)
             # speed: a tensor, which compiled code and graphs read anew
             agent.optimizer.lr.copy_(agent.learning_rate)
 
@@ -768,9 +771,9 @@ def main(args: Args) -> Path:
                     for tag, values in metrics.items():
                         row[tag] = values[-1]  # of the last minibatch, of all for clipfrac
                     row["losses/clipfrac"] = torch.cat(clipfracs).mean()
-                    progress = run.step / run.total_steps if args.anneal_kl else 0
-                    desired_kl = max(args.desired_kl * (1 - progress), MIN_KL)
-                    agent.adapt(row["losses/approx_kl"], desired_kl)
+                    if args.desired_kl:
+                        desired_kl = max(args.desired_kl * remaining, MIN_KL)
+                        agent.adapt(row["losses/approx_kl"], desired_kl)
                 agent.model.observe(batch)
                 known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
                 returns = rollout.episode_returns[known]  # waits for the device
@@ -1218,7 +1221,7 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
-ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize"""
+ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize desired_kl"""
 AT_MOST = {
     "gamma": 1,
     "gae_lambda": 1,

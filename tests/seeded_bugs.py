@@ -355,9 +355,9 @@ BUGS = [
         "test_ppo.py::test_only_a_truncation_bootstraps_from_its_final_observation",
     ),
     Bug(
-        f"{GAMES} {PPO_GYMNASIUM}",
-        "learning_rate *= 1 - run.step / run.total_steps",
-        "learning_rate *= 1 - (run.step + batch_size) / run.total_steps",
+        PPO_GYMNASIUM,
+        "args.learning_rate * remaining",
+        "args.learning_rate",
         "test_ppo.py::test_run_from_end_to_end",
     ),
     Bug(
@@ -831,8 +831,8 @@ BUGS = [
     ),
     Bug(
         REGION,
-        'ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize"""',
-        'ent_coef vf_coef exploration_noise policy_noise max_staleness randomize"""',
+        "policy_noise noise_clip max_staleness",
+        "policy_noise max_staleness",
         "test_td3.py::test_bad_input_is_refused_before_any_work",
     ),
     Bug(
@@ -891,9 +891,9 @@ BUGS = [
         "test_rehearsal.py::test_a_script_on_cuda_computes_what_it_computes_on_the_cpu[fast-TD3]",
     ),
     Bug(
-        "leanrl/ppo_[ac]*_torchcompile.py",
-        "agent.optimizer.lr.fill_(learning_rate)",
-        "agent.optimizer.lr = torch.tensor(learning_rate, device=device)",
+        "leanrl/ppo_continuous_action_torchcompile.py",
+        "agent.optimizer.lr.copy_(agent.learning_rate)",
+        "agent.optimizer.lr = agent.learning_rate.clone()",
         "test_rehearsal.py::test_a_script_on_cuda_computes_what_it_computes_on_the_cpu[fast-PPO]",
     ),
     # sweep.py
@@ -1229,7 +1229,7 @@ BUGS = [
     ),
     Bug(
         PPO_WORLDS,
-        "args.desired_kl * (1 - progress)",
+        "args.desired_kl * remaining",
         "args.desired_kl",
         "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
     ),

@@ -138,9 +138,14 @@ def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
     obs, _ = envs.reset(seed=1)
     assert obs.abs().max() < 0.02 and obs.unique().numel() == 12
     own = [gym.make("Balance-v0") for _ in range(3)]
-    for env, row in zip(own, obs, strict=True):
+
+    def begin(env, row):
         env.reset(seed=0)
         env.unwrapped.set_state(*row.double().numpy().reshape(2, 2))
+        env.unwrapped.position = row[:1].double()
+
+    for env, row in zip(own, obs, strict=True):
+        begin(env, row)
     ends = 0
     for _ in range(100):
         actions = torch.rand(3, 1) * 2 - 1
@@ -152,8 +157,7 @@ def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
             assert ended == terminated[i].item()
             if ended:
                 ends += 1
-                env.reset(seed=0)
-                env.unwrapped.set_state(*obs[i].double().numpy().reshape(2, 2))
+                begin(env, obs[i])
     assert ends > 3 and envs.lengths.max() < 200
     flags = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 96}
     flags |= {"physics": physics, "env_id": "Balance-v0", "eval_every": 96, "eval_episodes": 2}

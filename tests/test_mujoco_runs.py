@@ -204,7 +204,7 @@ OTHER_TAGS = {"charts/SPS", "charts/SPS_steady", "charts/eval_return"}
 # PPO
 
 
-PPO_CALLS = "reset step", "__init__ act prepare learn update", "observe"
+PPO_CALLS = "reset step", "__init__ act prepare learn update adapt", "observe"
 PPO_CALLS = [
     f"{owner}.{name}"
     for owner, names in zip(("MuJoCoEnvs", "PPO", "ActorCritic"), PPO_CALLS, strict=True)
@@ -310,8 +310,8 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
             row = {tag: values[-1] for tag, values in epochs[-1].result.items()}
             row["losses/clipfrac"] = torch.cat(clipped).mean()
             assert row["losses/clipfrac"] > 0 and row["losses/clipfrac"] != clipped[-1].mean()
-            desired, kl = 0.06 * (1 - (k + 1) / 3), row["losses/approx_kl"]
-            desired = max(desired, 0.004)
+            desired, kl = 0.03 * (1 - k / 3), row["losses/approx_kl"]
+            assert_close(of(calls, "adapt")[k - 1].args, (kl, desired))
             factor = 1 / 1.5 if kl > 2 * desired else 1.5 if kl < desired / 2 else 1
             expected_rate = min(expected_rate * factor, 0.01)
         row["losses/explained_variance"] = (
@@ -796,7 +796,7 @@ def test_what_is_due_is_done(module, monkeypatch):
         )
     ):
         done.clear()
-        more = {"utd_ratio": 0.01} if is_sac(module) else {"desired_kl": 1e3, "anneal_kl": False}
+        more = {"utd_ratio": 0.01} if is_sac(module) else {"desired_kl": 0.0, "anneal_lr": False}
         run_dir = train(module, **flags, **more, total_timesteps=387, exp_name=f"{i}")
         assert done == expected, flags
         series = read_scalars(run_dir)

@@ -726,7 +726,9 @@ def test_a_resumed_run_goes_on_from_what_was_saved(module, capsys, monkeypatch):
 
     def learned(self, *inputs):
         if not seen:
-            torch.testing.assert_close(dict(self.state_dict()), saved["agent"], atol=0, rtol=0)
+            state, expected = dict(self.state_dict()), dict(saved["agent"])
+            del state["learning_rate"], expected["learning_rate"]  # which the step decides
+            torch.testing.assert_close(state, expected, atol=0, rtol=0)
             states = [each.state_dict()["state"] for each in self.optimizers]
             torch.testing.assert_close(states, saved["optimizers"], atol=0, rtol=0)
         seen.append(1)

@@ -132,7 +132,7 @@ def test_a_default_that_is_not_cleanrls_stands_in_the_docstring(stem):
     (theirs,) = (table for start, table in CLEANRL.items() if stem.startswith(start))
     theirs = theirs | COMMON
     missing = theirs.keys() - defaults.keys()
-    without = {"anneal_lr", "norm_adv", "clip_vloss", "target_kl"}
+    without = {"norm_adv", "clip_vloss", "target_kl"}
     assert missing == (without if "ppo_mujoco" in stem else set())
     theirs = {name: value for name, value in theirs.items() if name in defaults}
     changed = {name: defaults[name] for name, value in theirs.items() if defaults[name] != value}
