@@ -284,11 +284,14 @@ def start_reacher(qpos, qvel, generator):
 def start_pusher(qpos, qvel, generator):
     qvel += 0.005 * uniform_like(qvel, generator)
     qvel[..., -4:] = 0
+    cylinder = qpos[..., -4:-2]
     for _ in range(20):  # six of ten places are far enough from the goal, which is at 0
-        place = 0.2 * uniform_like(qpos[..., -4:-2], generator)
-        place[..., 0] = 0.75 * place[..., 0] - 0.15
-        again = qpos[..., -4:-2].norm(dim=-1, keepdim=True) <= 0.17
-        qpos[..., -4:-2] = place.where(again, qpos[..., -4:-2])
+        place = 0.2 * uniform_like(cylinder, generator)
+        place[..., 0] *= 0.75
+        place[..., 0] -= 0.15
+        distance = cylinder.norm(dim=-1, keepdim=True)
+        place = place.where(distance <= 0.17, cylinder)
+        cylinder.copy_(place)
 
 
 def root(s):
@@ -322,10 +325,26 @@ class Task(NamedTuple):
 
 HUMANOID = ("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 TASKS = {
-    "HalfCheetah-v5": Task(half_cheetah, start_moving(0.1), moves=True),
-    "Hopper-v5": Task(hopper, start_near(5e-3), moves=True),
-    "Walker2d-v5": Task(walker2d, start_near(5e-3), moves=True),
-    "Swimmer-v5": Task(swimmer, start_near(0.1), moves=True),
+    "HalfCheetah-v5": Task(
+        half_cheetah,
+        start_moving(0.1),
+        moves=True,
+    ),
+    "Hopper-v5": Task(
+        hopper,
+        start_near(0.005),
+        moves=True,
+    ),
+    "Walker2d-v5": Task(
+        walker2d,
+        start_near(0.005),
+        moves=True,
+    ),
+    "Swimmer-v5": Task(
+        swimmer,
+        start_near(0.1),
+        moves=True,
+    ),
     "Ant-v5": Task(
         ant,
         start_moving(0.1),
@@ -340,15 +359,33 @@ TASKS = {
         position=center_of_mass,
         moves=True,
     ),
-    "HumanoidStandup-v5": Task(humanoid_standup, start_near(0.01), reads=HUMANOID, moves=True),
-    "InvertedPendulum-v5": Task(inverted_pendulum, start_near(0.01)),
+    "HumanoidStandup-v5": Task(
+        humanoid_standup,
+        start_near(0.01),
+        reads=HUMANOID,
+        moves=True,
+    ),
+    "InvertedPendulum-v5": Task(
+        inverted_pendulum,
+        start_near(0.01),
+    ),
     "InvertedDoublePendulum-v5": Task(
         double_pendulum,
         start_moving(0.1),
         reads=("site_xpos", "qfrc_constraint"),
     ),
-    "Reacher-v5": Task(reacher, start_reacher, reads=("xpos",), max_steps=50),
-    "Pusher-v5": Task(pusher, start_pusher, reads=("xpos",), max_steps=100),
+    "Reacher-v5": Task(
+        reacher,
+        start_reacher,
+        reads=("xpos",),
+        max_steps=50,
+    ),
+    "Pusher-v5": Task(
+        pusher,
+        start_pusher,
+        reads=("xpos",),
+        max_steps=100,
+    ),
 }
 
 
@@ -1067,8 +1104,10 @@ class World(MujocoEnv):
         position = self.task.position(fields)
         speed = (position - self.position) / self.dt
         self.position = position
-        obs, rewards, terminated = self.task.judge(fields, speed, torch.tensor(action)[None])
-        return obs[0].numpy(), rewards.item(), terminated.item(), False, {}
+        actions = torch.tensor(action)[None]
+        obs, rewards, terminated = self.task.judge(fields, speed, actions)
+        obs = obs[0].numpy()
+        return obs, rewards.item(), terminated.item(), False, {}
 
     def reset_model(self):
         seed = self.np_random.integers(2**31)
@@ -1080,7 +1119,8 @@ class World(MujocoEnv):
         fields = self.read()
         self.position = self.task.position(fields)
         speed = torch.zeros_like(self.position)
-        obs, _, _ = self.task.judge(fields, speed, torch.zeros(1, self.model.nu))
+        actions = torch.zeros(1, self.model.nu)
+        obs, _, _ = self.task.judge(fields, speed, actions)
         return obs[0].numpy()
 
 
