@@ -70,8 +70,12 @@ def assert_same(one: dict, other: dict, tolerance: float = 0) -> None:
 
 def assert_near(expected: dict, found: dict) -> None:
     """Two runs of one program may differ in the last bits, of which Adam can make a small step."""
-    assert expected.keys() == found.keys()
+    assert expected.keys() - {"learning_rate"} == found.keys() - {
+        "learning_rate"
+    }  # only one's state
     for name, x in expected.items():
+        if name not in found:
+            continue
         error = (x - found[name]).abs()
         assert error.max() < 1e-3 and error.mean() < 1e-5, name
 
