@@ -1,0 +1,434 @@
+"""What a change to SAC on worlds brings in the same minutes: the script as it is, and changed.
+
+    python plots/measure/returns.py                              hours; files in plots/out/
+    python plots/measure/returns.py --minutes 4 --changes "3 steps"
+
+The variant with --compile trains on each task with each change, and without, each seed for the same
+minutes of one core. The minutes are those of training: compilation and evaluations do not count.
+As many runs as there are cores are made at the same time, a core each, and on the file of results
+the program goes on where it stopped. The policy is evaluated in Gymnasium's own environments.
+
+    return          mean over the seeds of the last evaluation, and range
+    updates         of the Q-networks in these minutes, mean over the seeds
+
+Written to --out: returns.md, returns.json and logs/. Exit status 1 if a run failed.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import queue
+import re
+import statistics
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import processes
+import run_dirs
+import torch
+import tqdm
+from run_dirs import short, spread
+from torch import nn
+
+MODULE = "leanrl.sac_mujoco_gpu_torchcompile"
+TASKS = ("HalfCheetah-v5", "Walker2d-v5", "Humanoid-v5")
+AS_IT_IS = "as it is"
+WIDTH = 256  # of the script's hidden layers
+ATOMS = 101  # of a categorical critic
+LARGEST = 5.0  # return that it can tell, in standard deviations, as SimbaV2's
+LINE = re.compile(r"^after ([\d.]+) min: (\S+) updates, return (\S+)$", re.MULTILINE)
+
+
+# Normalized layers
+
+
+class RMSNorm(nn.Module):
+    """Zhang and Sennrich, 2019, arXiv:1910.07467: FlashSAC's. Written out, so that it compiles."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        mean_square = x.square().mean(-1, keepdim=True)
+        return x * (mean_square + 1e-5).rsqrt() * self.weight
+
+
+def normalize_layers(norm, module) -> None:
+    """Before each ReLU of the policy and of the Q-networks, as in BRO (arXiv:2405.16158)."""
+
+    def mlp(inputs: int, outputs: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(inputs, WIDTH),
+            norm(WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, WIDTH),
+            norm(WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, outputs),
+        )
+
+    module.mlp = mlp
+
+
+class Block(nn.Module):
+    """x + f(x), of one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.layer(x.relu())
+
+
+def add_blocks(module) -> None:
+    """Two residual blocks between the first and the last layer (SimBa, arXiv:2410.09754)."""
+
+    def mlp(inputs: int, outputs: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(inputs, WIDTH),
+            Block(),
+            Block(),
+            nn.Linear(WIDTH, outputs),
+        )
+
+    module.mlp = mlp
+
+
+# Scales, by statistics of what is stored
+
+
+class Statistics:
+    """Running mean and deviation of rows (Chan et al., 1979), in tensors that keep their places."""
+
+    def __init__(self, size: int):
+        self.count = 0
+        self.mean = torch.zeros(size)
+        self.sum_squares = torch.zeros(size)
+        self.scale = torch.ones(size)  # 1 / deviation
+
+    def add(self, x) -> None:
+        count = len(x)
+        self.count += count
+        mean = x.mean(0)
+        delta = mean - self.mean
+        self.mean += delta * count / self.count
+        between = delta.square() * count * (self.count - count) / self.count
+        self.sum_squares += (x - mean).square().sum(0) + between
+        self.scale.copy_((self.sum_squares / self.count + 1e-4).rsqrt())
+
+
+def normalize_observations(module) -> None:
+    """By the mean and deviation of all observations so far, as PPO on worlds does."""
+    found = []  # one Statistics, when the size of an observation is known
+    make, sample, forward = module.SAC.__init__, module.Actor.sample, module.TwinQ.forward
+    add = module.ReplayBuffer.add
+
+    def make_with_statistics(self, args, obs_dim, *given) -> None:
+        found.append(Statistics(obs_dim))
+        make(self, args, obs_dim, *given)
+
+    def normalize(obs):
+        return ((obs - found[0].mean) * found[0].scale).clamp(-10, 10)
+
+    def add_and_count(self, transitions) -> None:
+        found[0].add(transitions.obs)
+        add(self, transitions)
+
+    module.SAC.__init__ = make_with_statistics
+    module.Actor.sample = lambda self, obs, noise: sample(self, normalize(obs), noise)
+    module.TwinQ.forward = lambda self, obs, actions: forward(self, normalize(obs), actions)
+    module.ReplayBuffer.add = add_and_count
+
+
+def ends(transitions, next_transitions):
+    """Where an episode ended, also by its time limit: the next step is from another observation."""
+    return (transitions.next_obs != next_transitions.obs).any(1)
+
+
+def scale_rewards(module) -> None:
+    """By the deviation of the discounted return so far, as SimbaV2 (arXiv:2502.15280)."""
+    statistics_of_returns = Statistics(1)
+    state = {}
+    add, critic_loss = module.ReplayBuffer.add, module.critic_loss
+
+    def add_and_count(self, transitions) -> None:
+        returns = transitions.rewards
+        if state:
+            goes_on = ~ends(state["last"], transitions)
+            returns = returns + self.args.gamma * goes_on * state["returns"]
+        state["returns"] = returns
+        state["last"] = module.Batch._make(x.clone() for x in transitions)
+        statistics_of_returns.add(returns[:, None])
+        add(self, transitions)
+
+    def scaled_loss(agent, batch, *given):
+        rewards = batch.rewards * statistics_of_returns.scale
+        return critic_loss(agent, batch._replace(rewards=rewards), *given)
+
+    module.ReplayBuffer.add = add_and_count
+    module.critic_loss = scaled_loss
+
+
+# Targets
+
+
+def categorical_critic(module) -> None:
+    """A distribution over 101 values (C51, arXiv:1707.06887), with scaled rewards."""
+    values_of = torch.linspace(-LARGEST, LARGEST, ATOMS)
+    make = module.mlp
+    module.mlp = lambda inputs, outputs: make(inputs, ATOMS if outputs == 1 else outputs)
+
+    def expected(logits):
+        return (logits.softmax(-1) * values_of).sum(-1)
+
+    def critic_loss(agent, batch, noise, gamma):
+        with torch.no_grad():
+            next_actions, next_log_probs = agent.actor.sample(batch.next_obs, noise)
+            logits = agent.qf_target(batch.next_obs, next_actions)  # (2, B, ATOMS)
+            first, second = expected(logits)
+            probs = logits.softmax(-1)
+            probs = probs[0].where((first < second)[:, None], probs[1])
+            bonus = -agent.log_alpha.exp() * next_log_probs
+            discounts = gamma * (1 - batch.terminated)
+            values = batch.rewards + discounts * bonus
+            values = values[:, None] + discounts[:, None] * values_of
+            values = values.clamp(-LARGEST, LARGEST)
+            places = (values + LARGEST) * (ATOMS - 1) / (2 * LARGEST)
+            lower = places.floor().clamp(max=ATOMS - 2)
+            share = places - lower
+            index = lower.long()
+            targets = torch.zeros_like(probs)
+            targets = targets.scatter_add(1, index, probs * (1 - share))
+            targets = targets.scatter_add(1, index + 1, probs * share)
+        logits = agent.qf(batch.obs, batch.actions)
+        losses = -(targets * logits.log_softmax(-1)).sum(-1)
+        return losses.mean(dim=1), expected(logits)
+
+    def actor_loss(agent, obs, noise):
+        actions, log_probs = agent.actor.sample(obs, noise)
+        values = expected(agent.qf(obs, actions)).amin(dim=0)
+        alpha = agent.log_alpha.exp().detach()
+        return (alpha * log_probs - values).mean(), log_probs
+
+    module.critic_loss = critic_loss
+    module.actor_loss = actor_loss
+    scale_rewards(module)
+
+
+def sum_steps(count: int, module) -> None:
+    """Rewards of `count` steps before the value that is bootstrapped, or to the episode's end."""
+    waiting = []  # transitions, the oldest first, and where their episodes go on
+    add = module.ReplayBuffer.add
+
+    def add_later(self, transitions) -> None:
+        new = module.Batch._make(x.clone().float() for x in transitions)
+        goes_on = torch.ones(len(new.rewards), dtype=torch.bool)
+        if waiting:
+            newest, _ = waiting[-1]
+            goes_on = ~ends(newest, new)
+        for age, (old, alive) in zip(range(len(waiting), 0, -1), waiting, strict=True):
+            alive &= goes_on
+            discount = self.args.gamma**age
+            old.rewards.add_(discount * new.rewards * alive)
+            old.next_obs.copy_(new.next_obs.where(alive[:, None], old.next_obs))
+            # critic_loss discounts once more; what it is to discount besides is told as an end
+            terminated = 1 - discount * (1 - new.terminated)
+            old.terminated.copy_(terminated.where(alive, old.terminated))
+        waiting.append((new, torch.ones_like(goes_on)))
+        if len(waiting) == count:
+            oldest, _ = waiting.pop(0)
+            add(self, oldest)
+
+    module.ReplayBuffer.add = add_later
+
+
+CHANGES = {  # a patch of the module, or other flags
+    AS_IT_IS: {},
+    "LayerNorm": partial(normalize_layers, nn.LayerNorm),
+    "RMSNorm": partial(normalize_layers, RMSNorm),
+    "residual blocks": add_blocks,
+    "normalized observations": normalize_observations,
+    "scaled rewards": scale_rewards,
+    "categorical critic, scaled rewards": categorical_critic,
+    "3 steps": partial(sum_steps, 3),
+    "half of the batch": {"batch_size": 128},
+    "half of the updates per step": {"utd_ratio": 1 / 32},
+}
+
+
+# Runs
+
+
+def work(change: str, task: str, seed: int, minutes: int) -> None:
+    """The worker: trains once, evaluates after each minute of training and says so."""
+    module = importlib.import_module(MODULE)
+    settings = {}
+    if callable(CHANGES[change]):
+        CHANGES[change](module)
+    else:
+        settings = CHANGES[change]
+    passed = 0  # minutes
+
+    class TimedRun(module.Run):
+        def due(self, every, at_end=False):
+            """An evaluation after each minute since all is compiled, and nothing else."""
+            if every != self.args.eval_every or not self.watch.warmup_seconds:
+                return False
+            return self.watch.measure(self.step)["seconds"] >= 60 * (passed + 1)
+
+        def write(self, row, step=None):
+            nonlocal passed
+            passed += 1
+            updates = int((self.step - self.args.learning_starts) * self.args.utd_ratio)
+            told = f"{updates} updates, return {row['charts/eval_return']:.1f}"
+            print(f"after {passed} min: {told}", flush=True)
+            if passed == minutes:
+                raise KeyboardInterrupt
+
+    module.Run = TimedRun
+    torch.set_num_threads(1)
+    args = module.Args(
+        exp_name=f"returns-{change}",  # no run of the script
+        env_id=task,
+        seed=seed,
+        total_timesteps=10**9,
+        eval_every=1,
+        compile=True,
+        **settings,
+    )
+    try:
+        module.main(args)
+    except SystemExit:
+        if passed < minutes:
+            raise
+
+
+def read(log) -> list[list[float]]:
+    """[minutes, updates, return] of each evaluation; ValueError if there is none."""
+    found = LINE.findall(log.read_text(errors="replace"))
+    if not found:
+        raise ValueError("was not evaluated")
+    return [list(map(float, numbers)) for numbers in found]
+
+
+def train(change: str, task: str, seed: int, options: argparse.Namespace, cores: queue.Queue):
+    """One run on a core that is free -> its result; ValueError says what went wrong."""
+    core = cores.get()
+    name = re.sub(r"\W+", "-", f"{change}-{task}-{seed}")
+    log = options.out / f"logs/returns-{name}.log"
+    command = ["taskset", "-c", str(core), sys.executable, "plots/measure/returns.py"]
+    command += ["--worker", change, "--tasks", task, "--seed", str(seed)]
+    command += ["--minutes", str(options.minutes)]
+    try:
+        status = processes.run_logged(command, log)
+        rows = processes.read_log(status, log, f"{change}, {task}, seed {seed}", read)
+    finally:
+        cores.put(core)
+    return {"change": change, "task": task, "seed": seed, "evaluations": rows}
+
+
+def summarize(runs: list[dict]) -> list[dict]:
+    """One dict per change, with what it reached per task."""
+    rows = []
+    for change in CHANGES:
+        row = {"change": change}
+        for task in TASKS:
+            mine = [run for run in runs if (run["change"], run["task"]) == (change, task)]
+            if mine:
+                ends_of_runs = [run["evaluations"][-1] for run in mine]
+                row[task] = {
+                    "return": spread([reached for _, _, reached in ends_of_runs]),
+                    "updates": statistics.fmean(updates for _, updates, _ in ends_of_runs),
+                    "seeds": len(mine),
+                }
+        if len(row) > 1:
+            rows.append(row)
+    return rows
+
+
+def cells(rows: list[dict]) -> list[list[str]]:
+    heading = ["change"]
+    for task in TASKS:
+        heading += [task, "updates"]
+    table = [heading]
+    for row in rows:
+        line = [row["change"]]
+        for task in TASKS:
+            if task in row:
+                found = row[task]["return"]
+                low, high = short(found["min"]), short(found["max"])
+                line += [f"{short(found['mean'])} ({low} to {high})", short(row[task]["updates"])]
+            else:
+                line += ["-", "-"]
+        table.append(line)
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = run_dirs.make_parser(__doc__, "--out", "--seeds")
+    parser.set_defaults(seeds=2)
+    parser.add_argument("--minutes", type=run_dirs.few, default=10, help="of training, per run")
+    parser.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--worker", choices=CHANGES, help="internal: one run with this change")
+    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
+    options = parser.parse_args(arguments)
+    if options.worker:
+        work(options.worker, *options.tasks, options.seed, options.minutes)
+        return 0
+    path = options.out / "returns.json"
+    command = processes.call("returns.py", options, "minutes", "seeds")
+    runs = []
+    if path.exists():
+        before = run_dirs.read_json(path)
+        if before["minutes"] != options.minutes:
+            parser.error(f"--minutes: {run_dirs.shown(path)} has runs of {before['minutes']}")
+        runs = before["runs"]
+    made = {(run["change"], run["task"], run["seed"]) for run in runs}
+    wanted = []
+    for seed in range(1, options.seeds + 1):
+        for task in options.tasks:
+            wanted += [(change, task, seed) for change in options.changes]
+    wanted = [run for run in wanted if run not in made]
+    machine = run_dirs.this_machine()
+    machine["cpu"]["threads"] = 1
+    machine["versions"] |= run_dirs.versions(["mujoco"])
+    hardware = run_dirs.machine([machine])
+    cores: queue.Queue = queue.Queue()
+    for core in os.sched_getaffinity(0):
+        cores.put(core)
+    failures = []
+    writing = threading.Lock()
+    bar = tqdm.tqdm(total=len(wanted), unit="run")
+
+    def make(run) -> None:
+        try:
+            result = train(*run, options, cores)
+        except ValueError as failure:
+            failures.append(str(failure))
+            return
+        with writing:
+            bar.update()
+            runs.append(result)
+            record = {"schema": 1, "command": command, "machine": hardware}
+            record |= {"minutes": options.minutes, "runs": runs}
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+    with bar, ThreadPoolExecutor(cores.qsize()) as pool:
+        list(pool.map(make, wanted))
+    rows = summarize(runs)
+    above = [f"Changes of SAC on worlds: {command}", *run_dirs.describe(hardware)]
+    above.append(f"{options.minutes} minutes of training per run, a core each")
+    record = {"schema": 1, "command": command, "machine": hardware}
+    record |= {"minutes": options.minutes, "rows": rows, "runs": runs}
+    run_dirs.write_report(options.out / "returns", above, cells(rows), [], record, labels=1)
+    return processes.say_failures(failures)
+
+
+if __name__ == "__main__":
+    processes.start(main)
