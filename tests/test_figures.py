@@ -23,6 +23,7 @@ import physics
 import pytest
 import readme
 import record
+import returns
 import run_dirs
 import speedup
 from conftest import ROOT
@@ -298,7 +299,7 @@ def test_arguments_that_cannot_be_meant_are_one_line(runs, tmp_path, capsys):
         ("--where", "seed=9"): "error: no such runs in",
     }.items():
         assert said in one_line(capsys, curves.main, runs, "--out", tmp_path / "c", *flags)
-    measure = (ablation, devices, env_scaling, field, growth, overhead, physics, speedup)
+    measure = (ablation, devices, env_scaling, field, growth, overhead, physics, returns, speedup)
     for program in (curves, breakdown, *measure):
         first = ("--quick",) if program is speedup else ()
         first = (runs,) if program in (curves, breakdown) else first
