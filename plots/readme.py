@@ -28,17 +28,29 @@ LEARNED = [  # algorithm, records, what others have published
     ("PPO for Atari", ["ppo_atari_pong"], ""),
     ("PPO on CartPoles", ["ppo_cartpole_learning"], "500 is the most"),
 ]
-ON_WORLDS = [
-    ("SAC", "sac_mujoco_halfcheetah_1m"),
-    ("PPO", "ppo_mujoco_halfcheetah_1m"),
-    ("PPO", "ppo_mujoco_halfcheetah_5m"),
-    ("PPO", "ppo_mujoco_hopper_5m"),
-    ("PPO", "ppo_mujoco_walker2d_5m"),
-    ("PPO", "ppo_mujoco_ant_5m"),
-    ("PPO", "ppo_mujoco_humanoid_5m"),
-]
-for algorithm, name in ON_WORLDS:
-    LEARNED.append((f"{algorithm} on MuJoCo's worlds", [f"{name}_baseline", name], ""))
+WORLDS = ("halfcheetah", "hopper", "walker2d", "ant", "humanoid")
+PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
+    "CleanRL, v4": {
+        "HalfCheetah-v5": "9,635 / 9,583 / 1,443",
+        "Hopper-v5": "2,310 / 3,135 / 2,383",
+        "Walker2d-v5": "3,591 / 4,058 / 2,288",
+        "Humanoid-v5": "4,996 / 5,035 / 716",
+    },
+    "Stable-Baselines3's zoo, v3": {
+        "HalfCheetah-v5": "9,535 / 9,656 / 5,819",
+        "Hopper-v5": "2,326 / 3,606 / 2,410",
+        "Walker2d-v5": "3,863 / 4,718 / 3,479",
+        "Ant-v5": "4,616 / 5,813 / 1,327",
+        "Humanoid-v5": "6,232 / 5,567 / -",
+    },
+    "FlashSAC, v4": {  # its paper's
+        "HalfCheetah-v5": "14,465",
+        "Hopper-v5": "4,064",
+        "Walker2d-v5": "7,346",
+        "Ant-v5": "7,590",
+        "Humanoid-v5": "12,606",
+    },
+}
 
 
 READ = []  # the records so far: what is lacking, the last one lacks
@@ -206,6 +218,40 @@ def learning() -> str:
     return f"{as_markdown(table, labels=2)}\n"
 
 
+def worlds() -> str:
+    """What PPO on worlds learns in minutes of a core, beside what others have published."""
+    heading = ["environment", "flags", "steps", "minutes", "after 5 minutes", "at the end"]
+    table = [[*heading, *PUBLISHED]]
+    for name in WORLDS:
+        runs = record(f"ppo_mujoco_{name}_cpu")["runs"]
+        args = runs[0]["config"]["args"]
+        env_id = args["env_id"]
+        flags = []
+        for flag in ("num_steps", "desired_kl"):
+            if f"--{flag.replace('_', '-')} " in runs[0]["config"]["command"]:
+                flags.append(f"`--{flag.replace('_', '-')} {args[flag]}`")
+        early = []
+        last = []
+        for run in runs:
+            evaluated = run["eval_returns"]
+            before = [value for _, value, seconds in evaluated if seconds <= 300]
+            early.append(short(before[-1]) if before else "-")
+            last.append(short(evaluated[-1][1]))
+        minutes = [run["stages"]["wall_seconds"] / 60 for run in runs]
+        table.append(
+            [
+                env_id,
+                " ".join(flags) or "-",
+                f"{runs[0]['eval_returns'][-1][0]:,}",
+                f"{min(minutes):.0f} to {max(minutes):.0f}",
+                ", ".join(early),
+                ", ".join(last),
+                *(returns.get(env_id, "-") for returns in PUBLISHED.values()),
+            ]
+        )
+    return f"{as_markdown(table, labels=2)}\n"
+
+
 class Reached(NamedTuple):
     """What is told of a run."""
 
@@ -295,7 +341,7 @@ def devices() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 
-FUNCTIONS = (speedup, field, learning, tricks, growth, overhead, environments, devices)
+FUNCTIONS = (speedup, field, learning, worlds, tricks, growth, overhead, environments, devices)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 

@@ -238,6 +238,7 @@ RECORDS = {  # region: a record of it, and what that may lack
     "speedup": ("speedup_cpu", "rows"),
     "field": ("td3_field_cpu", "rounds"),
     "learning": ("ppo_halfcheetah_1m_baseline_cpu", "runs"),
+    "worlds": ("ppo_mujoco_ant_cpu", "runs"),
     "tricks": ("td3_ablation_cpu", "rows"),
     "growth": ("growth_cpu", "table"),
     "overhead": ("overhead_cpu", "rows"),

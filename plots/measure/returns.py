@@ -17,6 +17,7 @@ Written to --out: returns.md, returns.json and logs/. Exit status 1 if a run fai
 import argparse
 import importlib
 import json
+import math
 import os
 import queue
 import re
@@ -151,10 +152,18 @@ def ends(transitions, next_transitions):
 
 
 def scale_rewards(module) -> None:
-    """By the deviation of the discounted return so far, as SimbaV2 (arXiv:2502.15280)."""
+    """By the deviation of the discounted return so far, as SimbaV2 (arXiv:2502.15280).
+
+    The temperature begins at 0.01, as there: 1 would be more than all that is left of a reward.
+    """
     statistics_of_returns = Statistics(1)
     state = {}
+    make = module.SAC.__init__
     add, critic_loss = module.ReplayBuffer.add, module.critic_loss
+
+    def make_colder(self, *given) -> None:
+        make(self, *given)
+        self.log_alpha.data.fill_(math.log(0.01))
 
     def add_and_count(self, transitions) -> None:
         returns = transitions.rewards
@@ -170,6 +179,7 @@ def scale_rewards(module) -> None:
         rewards = batch.rewards * statistics_of_returns.scale
         return critic_loss(agent, batch._replace(rewards=rewards), *given)
 
+    module.SAC.__init__ = make_colder
     module.ReplayBuffer.add = add_and_count
     module.critic_loss = scaled_loss
 
