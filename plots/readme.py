@@ -237,13 +237,14 @@ def worlds() -> str:
             before = [value for _, value, seconds in evaluated if seconds <= 300]
             early.append(short(before[-1]) if before else "-")
             last.append(short(evaluated[-1][1]))
-        minutes = [run["stages"]["wall_seconds"] / 60 for run in runs]
+        minutes = sorted(round(run["stages"]["wall_seconds"] / 60) for run in runs)
+        low, high = minutes[0], minutes[-1]
         table.append(
             [
                 env_id,
                 " ".join(flags) or "-",
                 f"{runs[0]['eval_returns'][-1][0]:,}",
-                f"{min(minutes):.0f} to {max(minutes):.0f}",
+                f"{low} to {high}" if low < high else str(low),
                 ", ".join(early),
                 ", ".join(last),
                 *(returns.get(env_id, "-") for returns in PUBLISHED.values()),
