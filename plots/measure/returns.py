@@ -4,9 +4,10 @@
     python plots/measure/returns.py --minutes 4 --changes "3 steps"
 
 The variant with --compile trains on each task with each change, and without, each seed for the same
-minutes of one core. The minutes are those of training: compilation and evaluations do not count.
-As many runs as there are cores are made at the same time, a core each, and on the file of results
-the program goes on where it stopped. The policy is evaluated in Gymnasium's own environments.
+minutes of one core: processor time, so that what else the machine does matters less, of training
+alone, without compilation and evaluations. As many runs as there are cores are made at the same
+time, a core each, and on the file of results the program goes on where it stopped. The policy is
+evaluated in Gymnasium's own environments.
 
     return          mean over the seeds of the last evaluation, and range
     updates         of the Q-networks in these minutes, mean over the seeds
@@ -24,6 +25,7 @@ import re
 import statistics
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -283,17 +285,27 @@ def work(change: str, task: str, seed: int, minutes: int) -> None:
     else:
         settings = CHANGES[change]
     passed = 0  # minutes
+    begin = None  # of the training since all is compiled, or since the last evaluation
+    trained = 0.0  # seconds until then
 
     class TimedRun(module.Run):
         def due(self, every, at_end=False):
             """An evaluation after each minute since all is compiled, and nothing else."""
+            nonlocal begin, trained
             if every != self.args.eval_every or not self.watch.warmup_seconds:
                 return False
-            return self.watch.measure(self.step)["seconds"] >= 60 * (passed + 1)
+            now = time.process_time()
+            if begin is None:
+                begin = now
+            if trained + now - begin < 60 * (passed + 1):
+                return False
+            trained += now - begin
+            return True
 
         def write(self, row, step=None):
-            nonlocal passed
+            nonlocal passed, begin
             passed += 1
+            begin = time.process_time()
             updates = int((self.step - self.args.learning_starts) * self.args.utd_ratio)
             told = f"{updates} updates, return {row['charts/eval_return']:.1f}"
             print(f"after {passed} min: {told}", flush=True)
@@ -433,7 +445,7 @@ def main(arguments: list[str] | None = None) -> int:
         list(pool.map(make, wanted))
     rows = summarize(runs)
     above = [f"Changes of SAC on worlds: {command}", *run_dirs.describe(hardware)]
-    above.append(f"{options.minutes} minutes of training per run, a core each")
+    above.append(f"{options.minutes} minutes of training per run, in processor time, a core each")
     record = {"schema": 1, "command": command, "machine": hardware}
     record |= {"minutes": options.minutes, "rows": rows, "runs": runs}
     run_dirs.write_report(options.out / "returns", above, cells(rows), [], record, labels=1)
