@@ -18,6 +18,8 @@ bash run.sh --full               every script and row, 3 seeds at full length, w
                                  finished runs are kept. Both take --only GLOB (of 'SCRIPT ROW'),
                                  --seeds N, --steps N and --out FOLDER
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo, ppo_mujoco ...
+bash run.sh race [arguments]     what each has learned after minutes of one core, in hours; it goes
+                                 on where it stopped. --entrants "PPO on worlds" is a part of it
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in minutes
 bash run.sh gpu [arguments]      with a GPU: its tests, the quick table, profiles, then the study
 bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them
@@ -151,7 +153,7 @@ needs=(requirements/{requirements,plots}.txt)
 case $command in
     quick) [[ $* != *atari* ]] || needs+=(requirements/envpool.txt) ;;
     --full) needs+=(requirements/envpool.txt) ;;
-    field) ;;
+    field | race) ;;
     study) needs+=(requirements/study.txt) ;;
     gpu) check_device "${active:-.venv}/bin/python" && needs+=(requirements/{study,test}.txt) ;;
     test) needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray}.txt) ;;
@@ -166,8 +168,8 @@ case $command in
     test) exec "$python" -m pytest -q tests "$@" ;;
     study) exec "$python" plots/measure/env_scaling.py "$@" ;;
     gpu) check_device "$python" && measure_gpu "$@" ;;
-    field)
+    field | race)
         make_venv .venv-field requirements/field.txt
-        exec "$python" plots/measure/field.py --field-python .venv-field/bin/python "$@"
+        exec "$python" "plots/measure/$command.py" --field-python .venv-field/bin/python "$@"
         ;;
 esac

@@ -21,6 +21,7 @@ import numpy as np
 import overhead
 import physics
 import pytest
+import race
 import readme
 import record
 import returns
@@ -300,7 +301,8 @@ def test_arguments_that_cannot_be_meant_are_one_line(runs, tmp_path, capsys):
         ("--where", "seed=9"): "error: no such runs in",
     }.items():
         assert said in one_line(capsys, curves.main, runs, "--out", tmp_path / "c", *flags)
-    measure = (ablation, devices, env_scaling, field, growth, overhead, physics, returns, speedup)
+    measure = (ablation, devices, env_scaling, field, growth, overhead, physics, race, returns)
+    measure += (speedup,)
     for program in (curves, breakdown, *measure):
         first = ("--quick",) if program is speedup else ()
         first = (runs,) if program in (curves, breakdown) else first

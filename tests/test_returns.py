@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import returns
+import timed
 import torch
 
 from leanrl import sac_mujoco_gpu_torchcompile
@@ -184,10 +185,10 @@ def test_the_table_is_of_the_last_evaluations(tmp_path):
     log.write_text(
         "x\nafter 1 min: 900 updates, return 5.0\nafter 2 min: 1800 updates, return -7.5\n"
     )
-    assert returns.read(log) == [[1, 900, 5], [2, 1800, -7.5]]
+    assert timed.read(log) == [[1, 900, 5], [2, 1800, -7.5]]
     log.write_text("after no minute")
     with pytest.raises(ValueError, match="was not evaluated"):
-        returns.read(log)
+        timed.read(log)
     runs = []
     for seed, reached in ((1, 100.0), (2, 300.0)):
         rows = [[1, 900, 5], [2, 1800, reached]]

@@ -15,24 +15,15 @@ evaluated in Gymnasium's own environments.
 Written to --out: returns.md, returns.json and logs/. Exit status 1 if a run failed.
 """
 
-import argparse
 import importlib
-import json
 import math
-import os
-import queue
-import re
 import statistics
-import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import processes
 import run_dirs
+import timed
 import torch
-import tqdm
 from run_dirs import short, spread
 from torch import nn
 
@@ -42,7 +33,6 @@ AS_IT_IS = "as it is"
 WIDTH = 256  # of the script's hidden layers
 ATOMS = 101  # of a categorical critic
 LARGEST = 5.0  # return that it can tell, in standard deviations, as SimbaV2's
-LINE = re.compile(r"^after ([\d.]+) min: (\S+) updates, return (\S+)$", re.MULTILINE)
 
 
 # Normalized layers
@@ -278,43 +268,13 @@ CHANGES = {  # a patch of the module, or other flags
 
 def work(change: str, task: str, seed: int, minutes: int) -> None:
     """The worker: trains once, evaluates after each minute of training and says so."""
-    module = importlib.import_module(MODULE)
+    script = importlib.import_module(MODULE)
     settings = {}
     if callable(CHANGES[change]):
-        CHANGES[change](module)
+        CHANGES[change](script)
     else:
         settings = CHANGES[change]
-    passed = 0  # minutes
-    begin = None  # of the training since all is compiled, or since the last evaluation
-    trained = 0.0  # seconds until then
-
-    class TimedRun(module.Run):
-        def due(self, every, at_end=False):
-            """An evaluation after each minute since all is compiled, and nothing else."""
-            nonlocal begin, trained
-            if every != self.args.eval_every or not self.watch.warmup_seconds:
-                return False
-            now = time.process_time()
-            if begin is None:
-                begin = now
-            if trained + now - begin < 60 * (passed + 1):
-                return False
-            trained += now - begin
-            return True
-
-        def write(self, row, step=None):
-            nonlocal passed, begin
-            passed += 1
-            begin = time.process_time()
-            updates = int((self.step - self.args.learning_starts) * self.args.utd_ratio)
-            told = f"{updates} updates, return {row['charts/eval_return']:.1f}"
-            print(f"after {passed} min: {told}", flush=True)
-            if passed == minutes:
-                raise KeyboardInterrupt
-
-    module.Run = TimedRun
-    torch.set_num_threads(1)
-    args = module.Args(
+    args = script.Args(
         exp_name=f"returns-{change}",  # no run of the script
         env_id=task,
         seed=seed,
@@ -323,35 +283,12 @@ def work(change: str, task: str, seed: int, minutes: int) -> None:
         compile=True,
         **settings,
     )
-    try:
-        module.main(args)
-    except SystemExit:
-        if passed < minutes:
-            raise
 
+    def updates(run) -> int:
+        return int((run.step - args.learning_starts) * args.utd_ratio)
 
-def read(log) -> list[list[float]]:
-    """[minutes, updates, return] of each evaluation; ValueError if there is none."""
-    found = LINE.findall(log.read_text(errors="replace"))
-    if not found:
-        raise ValueError("was not evaluated")
-    return [list(map(float, numbers)) for numbers in found]
-
-
-def train(change: str, task: str, seed: int, options: argparse.Namespace, cores: queue.Queue):
-    """One run on a core that is free -> its result; ValueError says what went wrong."""
-    core = cores.get()
-    name = re.sub(r"\W+", "-", f"{change}-{task}-{seed}")
-    log = options.out / f"logs/returns-{name}.log"
-    command = ["taskset", "-c", str(core), sys.executable, "plots/measure/returns.py"]
-    command += ["--worker", change, "--tasks", task, "--seed", str(seed)]
-    command += ["--minutes", str(options.minutes)]
-    try:
-        status = processes.run_logged(command, log)
-        rows = processes.read_log(status, log, f"{change}, {task}, seed {seed}", read)
-    finally:
-        cores.put(core)
-    return {"change": change, "task": task, "seed": seed, "evaluations": rows}
+    moments = list(range(1, minutes + 1))
+    timed.train(script, args, moments, warmup=False, count=updates, unit="updates")
 
 
 def summarize(runs: list[dict]) -> list[dict]:
@@ -403,51 +340,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         work(options.worker, *options.tasks, options.seed, options.minutes)
         return 0
-    path = options.out / "returns.json"
     command = processes.call("returns.py", options, "minutes", "seeds")
-    runs = []
-    if path.exists():
-        before = run_dirs.read_json(path)
-        if before["minutes"] != options.minutes:
-            parser.error(f"--minutes: {run_dirs.shown(path)} has runs of {before['minutes']}")
-        runs = before["runs"]
-    made = {(run["change"], run["task"], run["seed"]) for run in runs}
     wanted = []
     for seed in range(1, options.seeds + 1):
         for task in options.tasks:
             wanted += [(change, task, seed) for change in options.changes]
-    wanted = [run for run in wanted if run not in made]
-    machine = run_dirs.this_machine()
-    machine["cpu"]["threads"] = 1
-    machine["versions"] |= run_dirs.versions(["mujoco"])
-    hardware = run_dirs.machine([machine])
-    cores: queue.Queue = queue.Queue()
-    for core in os.sched_getaffinity(0):
-        cores.put(core)
-    failures = []
-    writing = threading.Lock()
-    bar = tqdm.tqdm(total=len(wanted), unit="run")
-
-    def make(run) -> None:
-        try:
-            result = train(*run, options, cores)
-        except ValueError as failure:
-            failures.append(str(failure))
-            return
-        with writing:
-            bar.update()
-            runs.append(result)
-            record = {"schema": 1, "command": command, "machine": hardware}
-            record |= {"minutes": options.minutes, "runs": runs}
-            path.write_text(json.dumps(record, indent=1) + "\n")
-
-    with bar, ThreadPoolExecutor(cores.qsize()) as pool:
-        list(pool.map(make, wanted))
-    rows = summarize(runs)
-    above = [f"Changes of SAC on worlds: {command}", *run_dirs.describe(hardware)]
+    runs, failures = timed.make("change", wanted, options)
+    rows = summarize([run for run in runs if run["minutes"] == options.minutes])
+    above = [f"Changes of SAC on worlds: {command}", *timed.describe(runs)]
     above.append(f"{options.minutes} minutes of training per run, in processor time, a core each")
-    record = {"schema": 1, "command": command, "machine": hardware}
-    record |= {"minutes": options.minutes, "rows": rows, "runs": runs}
+    record = {"schema": 1, "command": command, "rows": rows, "runs": runs}
     run_dirs.write_report(options.out / "returns", above, cells(rows), [], record, labels=1)
     return processes.say_failures(failures)
 

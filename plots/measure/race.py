@@ -1,0 +1,328 @@
+"""The race: what each entrant has learned after so many minutes of one core.
+
+    bash run.sh race                                        hours; files in plots/out/
+    bash run.sh race --entrants "PPO on worlds" --tasks Humanoid-v5 --seeds 1     one line of it
+    python plots/measure/race.py --minutes 60 --entrants "SAC on worlds" "PPO on worlds"
+
+Every second counts from the start of the program: imports, compilation, exploration, training; only
+evaluations do not. Minutes are of processor time, so that runs may have neighbours. All have one
+core and one thread, no GPU, and the same seeds, and are evaluated in Gymnasium's own environments:
+ten episodes by the mean action. What is made is kept, and the next call goes on from there.
+
+    ours            the variants with --compile and their defaults. On worlds PPO's flags are those
+                    of README, and its steps such that its rate comes down within the time
+    zoo             Stable-Baselines3 with the hyperparameters of RL Baselines3 Zoo for this task,
+                    its v3 (commit 00128b5 of DLR-RM/rl-baselines3-zoo, hyperparams/{ppo,sac}.yml)
+    SBX             (JAX) TQC and CrossQ with the library's defaults
+
+    after N min     return: mean of the seeds, and range. An entrant that has made its steps stays
+    minutes to      until the first evaluation at the level: mean of the seeds that reach it, and
+                    how many of them do
+
+Written to --out: race.md, race.json, race.png and .svg, and logs/. Exit status 1 if a run failed.
+"""
+
+import importlib
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+import processes
+import run_dirs
+import timed
+from run_dirs import short
+
+LEVELS = {  # of return, that tell a robot that has learned its task from one that has not
+    "HalfCheetah-v5": 8000,
+    "Walker2d-v5": 4500,
+    "Humanoid-v5": 5000,
+    "Hopper-v5": 3000,
+    "Ant-v5": 3500,
+}
+RACED = ("HalfCheetah-v5", "Walker2d-v5", "Humanoid-v5")
+OURS = {  # entrant -> script
+    "PPO on worlds": "ppo_mujoco_gpu",
+    "SAC on worlds": "sac_mujoco_gpu",
+    "PPO": "ppo_continuous_action",
+    "SAC": "sac_continuous_action",
+    "TD3": "td3_continuous_action",
+}
+LIBRARIES = {  # entrant -> package and algorithm
+    "zoo's PPO": ("stable_baselines3", "PPO"),
+    "zoo's SAC": ("stable_baselines3", "SAC"),
+    "SBX TQC": ("sbx", "TQC"),
+    "SBX CrossQ": ("sbx", "CrossQ"),
+}
+ENTRANTS = (*OURS, *LIBRARIES)
+COLOURS = dict(zip(ENTRANTS, [f"C{i}" for i in range(10)], strict=False))
+STEPS = {  # that PPO on worlds makes in a minute of a core, so that it is at its end in time
+    "HalfCheetah-v5": 1_100_000,
+    "Walker2d-v5": 500_000,
+    "Humanoid-v5": 150_000,
+    "Hopper-v5": 700_000,
+    "Ant-v5": 230_000,
+}
+LARGE = {"num_steps": 64, "desired_kl": 0.02}  # PPO on worlds of robots with four limbs
+FLAGS = {("PPO on worlds", "Ant-v5"): LARGE, ("PPO on worlds", "Humanoid-v5"): LARGE}
+ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
+    "HalfCheetah-v5": {
+        "batch_size": 64,
+        "gamma": 0.98,
+        "learning_rate": 2.0633e-05,
+        "ent_coef": 0.000401762,
+        "clip_range": 0.1,
+        "n_epochs": 20,
+        "gae_lambda": 0.92,
+        "max_grad_norm": 0.8,
+        "vf_coef": 0.58096,
+    },
+    "Walker2d-v5": {
+        "batch_size": 32,
+        "gamma": 0.99,
+        "learning_rate": 5.05041e-05,
+        "ent_coef": 0.000585045,
+        "clip_range": 0.1,
+        "n_epochs": 20,
+        "gae_lambda": 0.95,
+        "max_grad_norm": 1,
+        "vf_coef": 0.871923,
+    },
+    "Humanoid-v5": {
+        "batch_size": 256,
+        "gamma": 0.95,
+        "learning_rate": 3.56987e-05,
+        "ent_coef": 0.00238306,
+        "clip_range": 0.3,
+        "n_epochs": 5,
+        "gae_lambda": 0.9,
+        "max_grad_norm": 2,
+        "vf_coef": 0.431892,
+    },
+    "Hopper-v5": {
+        "batch_size": 32,
+        "gamma": 0.999,
+        "learning_rate": 9.80828e-05,
+        "ent_coef": 0.00229519,
+        "clip_range": 0.2,
+        "n_epochs": 5,
+        "gae_lambda": 0.99,
+        "max_grad_norm": 0.7,
+        "vf_coef": 0.835671,
+    },
+}
+WIDE = ("HalfCheetah-v5", "Humanoid-v5", "Hopper-v5")  # the zoo's networks of 256 for PPO
+
+
+def moments(minutes: int) -> list[float]:
+    """When to evaluate: each minute at first, then every second, in the second half hour fifth."""
+    found = [*range(1, 6), *range(6, 30, 2), *range(30, minutes + 5, 5)]
+    return [moment for moment in found if moment < minutes] + [minutes]
+
+
+# Workers
+
+
+def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
+    script = importlib.import_module(f"leanrl.{OURS[entrant]}_torchcompile")
+    flags = FLAGS.get((entrant, task), {})
+    steps = STEPS[task] * minutes if entrant == "PPO on worlds" else 10**9
+    args = script.Args(
+        exp_name=f"race-{entrant}",  # no run of the script
+        env_id=task,
+        seed=seed,
+        total_timesteps=steps,
+        eval_every=1,
+        cuda=False,
+        compile=True,
+        **flags,
+    )
+    timed.train(script, args, moments(minutes))
+
+
+def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    clock = timed.Clock()
+    waiting = moments(minutes)
+    package, algorithm = LIBRARIES[entrant]
+    normalized = algorithm == "PPO"
+    test_env = make_vec_env(task, 10)
+    if normalized:
+        test_env = VecNormalize(test_env, training=False, norm_reward=False)
+
+    class Evaluation(BaseCallback):
+        def _on_step(self) -> bool:
+            shown = clock.seconds()
+            if shown < 60 * waiting[0]:
+                return True
+            if normalized:
+                test_env.obs_rms = self.training_env.obs_rms
+            mean_return, _ = evaluate_policy(self.model, test_env, 10)
+            clock.go_back(shown)
+            timed.say(shown, self.num_timesteps, "steps", mean_return)
+            waiting.pop(0)
+            return bool(waiting)
+
+    make = getattr(importlib.import_module(package), algorithm)
+    env = make_vec_env(task, 1)
+    settings = {}
+    if normalized:
+        import torch
+
+        settings = {"n_steps": 512, **ZOO[task]}
+        env = VecNormalize(env, gamma=settings["gamma"])
+        if task in WIDE:
+            layers = [256, 256]
+            settings["policy_kwargs"] = {
+                "log_std_init": -2,
+                "ortho_init": False,
+                "activation_fn": torch.nn.ReLU,
+                "net_arch": {"pi": layers, "vf": layers},
+            }
+    elif package == "stable_baselines3":
+        settings = {"learning_starts": 10_000}
+    on = {"device": "cpu"} if package == "stable_baselines3" else {}
+    agent = make("MlpPolicy", env, seed=seed, **settings, **on)
+    agent.learn(10**9, callback=Evaluation())
+
+
+# Reduction
+
+
+def after(evaluations: list[list], minutes: float) -> float | None:
+    """The last return until then: an evaluation begins up to a twentieth later than it is due."""
+    found = [value for moment, _, value in evaluations if moment <= 1.05 * minutes]
+    return found[-1] if found else None
+
+
+def minutes_to(evaluations: list[list], level: float) -> float | None:
+    return next((moment for moment, _, value in evaluations if value >= level), None)
+
+
+def summarize(runs: list[dict], minutes: int) -> list[dict]:
+    """One dict per task and entrant that has runs."""
+    rows = []
+    for task in LEVELS:
+        for entrant in ENTRANTS:
+            mine = [run for run in runs if (run["task"], run["entrant"]) == (task, entrant)]
+            if not mine:
+                continue
+            curves = [run["evaluations"] for run in mine]
+            row = {"task": task, "entrant": entrant, "seeds": len(mine)}
+            for moment in dict.fromkeys([5, 10, 30, minutes]):
+                if moment <= minutes:
+                    known = [after(curve, moment) for curve in curves]
+                    known = [value for value in known if value is not None]
+                    row[f"after {moment} min"] = run_dirs.spread(known) if known else None
+            reached = [minutes_to(curve, LEVELS[task]) for curve in curves]
+            row["reached"] = [moment for moment in reached if moment is not None]
+            rows.append(row)
+    return rows
+
+
+def cells(rows: list[dict]) -> list[list[str]]:
+    columns = [name for name in rows[0] if name.startswith("after")] if rows else []
+    table = [["task", "entrant", "seeds", *columns, "minutes to"]]
+    for row in rows:
+        line = [row["task"], row["entrant"], str(row["seeds"])]
+        for name in columns:
+            found = row[name]
+            told = "-"
+            if found:
+                low, high = short(found["min"]), short(found["max"])
+                told = short(found["mean"]) + (f" ({low} to {high})" if low != high else "")
+            line.append(told)
+        level = f"{LEVELS[row['task']]:,}"
+        reached = row["reached"]
+        told = f"{level}: never"
+        if reached:
+            told = f"{level}: {statistics.fmean(reached):.1f}"
+            if len(reached) < row["seeds"]:
+                told += f" ({len(reached)} of {row['seeds']})"
+        table.append([*line, told])
+    return table
+
+
+def draw(runs: list[dict], minutes: int, stem: Path) -> None:
+    """Return over minutes: a panel per task, a line per entrant, its seeds' range as a band."""
+    import curves
+    import matplotlib.pyplot as plt
+
+    tasks = [task for task in LEVELS if any(run["task"] == task for run in runs)]
+    size = (3.4 * len(tasks) + 1.6, 3.6)
+    figure, panels = plt.subplots(1, len(tasks), figsize=size, squeeze=False, layout="constrained")
+    grid = np.linspace(0, minutes, 241)
+    drawn = {}
+    for ax, task in zip(panels[0], tasks, strict=True):
+        for entrant in ENTRANTS:
+            mine = [run for run in runs if (run["task"], run["entrant"]) == (task, entrant)]
+            if not mine:
+                continue
+            values = []
+            for run in mine:
+                moments_made, _, returns = np.array(run["evaluations"]).T
+                values.append(curves.on_grid(grid, moments_made, returns))
+            values = np.array(values)
+            known = np.isfinite(values).any(0)
+            colour = COLOURS[entrant]
+            style = "-" if entrant in OURS else "--"
+            middle = curves.mean_of_known(values)
+            (line,) = ax.plot(grid, middle, style, color=colour)
+            drawn[entrant] = line
+            low = np.nanmin(values[:, known], axis=0)
+            high = np.nanmax(values[:, known], axis=0)
+            ax.fill_between(grid[known], low, high, color=colour, alpha=0.15, linewidth=0)
+        ax.set(title=task, xlabel="minutes of one core", xlim=(0, minutes))
+    panels[0][0].set_ylabel("return of ten episodes without noise")
+    lines = {name: drawn[name] for name in ENTRANTS if name in drawn}
+    panels[0][-1].legend(lines.values(), lines.keys(), **curves.LEGEND)
+    curves.save(figure, stem)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = run_dirs.make_parser(__doc__, "--out", "--seeds")
+    parser.set_defaults(seeds=2)
+    parser.add_argument("--minutes", type=run_dirs.few, default=30, help="per run")
+    parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, default=list(ENTRANTS))
+    parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=list(RACED))
+    parser.add_argument("--field-python", default=".venv-field/bin/python")
+    parser.add_argument("--worker", choices=ENTRANTS, help="internal: one run")
+    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
+    options = parser.parse_args(arguments)
+    if options.worker:
+        train = train_ours if options.worker in OURS else train_library
+        train(options.worker, *options.tasks, options.seed, options.minutes)
+        return 0
+    theirs = [name for name in options.entrants if name in LIBRARIES]
+    if theirs and not (run_dirs.ROOT / options.field_python).exists():
+        parser.error(f"no {options.field_python}: `bash run.sh race` makes it")
+    wanted = []
+    for seed in range(1, options.seeds + 1):
+        for task in options.tasks:
+            wanted += [(entrant, task, seed) for entrant in options.entrants]
+    untuned = [run for run in wanted if run[0] == "zoo's PPO" and run[1] not in ZOO]
+    for run in untuned:
+        wanted.remove(run)
+        print(f"the zoo has tuned no PPO for {run[1]}", file=sys.stderr)
+
+    def python(name: str) -> str | None:
+        return options.field_python if name in LIBRARIES else None
+
+    runs, failures = timed.make("entrant", wanted, options, python)
+    mine = [run for run in runs if run["minutes"] == options.minutes]
+    rows = summarize(mine, options.minutes)
+    command = processes.call("race.py", options, "minutes", "seeds")
+    above = [f"The race: {command}", *timed.describe(mine)]
+    record = {"schema": 1, "command": command, "rows": rows, "runs": runs}
+    if mine:
+        draw(mine, options.minutes, options.out / "race")
+    run_dirs.write_report(options.out / "race", above, cells(rows), [], record)
+    return processes.say_failures(failures)
+
+
+if __name__ == "__main__":
+    processes.start(main)
