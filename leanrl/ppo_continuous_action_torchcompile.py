@@ -530,7 +530,8 @@ class PPO(nn.Module):
         """The rate for the next rollout, by how far the last one moved the policy (as rsl_rl's)."""
         slower = kl > 2 * desired_kl
         faster = kl < desired_kl / 2
-        self.learning_rate.div_(1 + 0.5 * slower).mul_(1 + 0.5 * faster)
+        self.learning_rate.div_(1 + 0.5 * slower)
+        self.learning_rate.mul_(1 + 0.5 * faster)
         self.learning_rate.clamp_(1e-5, 1e-2)
 
     def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
@@ -617,7 +618,9 @@ def main(args: Args) -> Path:
 
     with run:
         while run.step < run.total_steps:
-            remaining = 1 - run.step / run.total_steps if args.anneal_lr else 1
+            remaining = 1.0
+            if args.anneal_lr:
+                remaining -= run.step / run.total_steps
             if args.desired_kl == 0:
                 agent.learning_rate.fill_(args.learning_rate * remaining)
             # speed: a tensor, which compiled code and graphs read anew
@@ -681,7 +684,8 @@ def main(args: Args) -> Path:
                     if args.target_kl is not None and approx_kl > args.target_kl:
                         break
                 if args.desired_kl:
-                    agent.adapt(approx_kl, max(args.desired_kl * remaining, MIN_KL))
+                    desired_kl = max(args.desired_kl * remaining, MIN_KL)
+                    agent.adapt(approx_kl, desired_kl)
 
             # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
             row = {}

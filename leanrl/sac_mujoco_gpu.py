@@ -6,9 +6,10 @@ r"""Soft Actor-Critic (SAC) on thousands of MuJoCo worlds in one batch: the base
 
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
-evaluated. Otherwise it is sac_continuous_action.py with replay on the device and, after FastTD3
-(arXiv:2505.22642), 16 environment steps for each update, not one, and one policy step, not two, for
-every two updates. Other than CleanRL's: env_id HalfCheetah-v5, total_timesteps 5,000,000,
+evaluated. Otherwise it is sac_continuous_action.py with replay on the device, observations that are
+normalized by running statistics (SimBa, arXiv:2410.09754) and, after FastTD3 (arXiv:2505.22642), 16
+environment steps for each update, not one, and one policy step, not two, for every two updates.
+Other than CleanRL's: env_id HalfCheetah-v5, total_timesteps 5,000,000,
 num_envs 64, utd_ratio 0.0625 (CleanRL's script has no such flag: it is 1), and a row of metrics
 every 100 steps of all environments. Its twin sac_mujoco_gpu_torchcompile.py is this file with the
 hunks marked `# speed:`. Shapes: N environments, B batch, O observation, A action.
@@ -565,20 +566,39 @@ class SAC(nn.Module):
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
         log_alpha = 0.0 if args.autotune else math.log(args.alpha)
         self.log_alpha = nn.Parameter(torch.tensor([log_alpha]))
+        self.register_buffer("steps", torch.zeros(()))  # whose observations are in these means
+        self.register_buffer("obs_mean", torch.zeros(obs_dim))
+        self.register_buffer("obs_square", torch.ones(obs_dim))
         self.to(device)
         self.q_optimizer = Adam(self.qf.parameters(), lr=args.q_lr, fused=True)
         self.actor_optimizer = Adam(self.actor.parameters(), lr=args.policy_lr, fused=True)
         self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr, fused=True)
         self.optimizers = self.q_optimizer, self.actor_optimizer, self.alpha_optimizer
 
+    def observe(self, obs: Tensor) -> None:
+        """Takes the observations of a step (N, O) into the statistics."""
+        self.steps += 1
+        self.obs_mean.lerp_(obs.mean(dim=0), 1 / self.steps)
+        self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.steps)
+
+    def normalize(self, obs: Tensor) -> Tensor:
+        """obs (B, O) -> what the networks see (B, O), as in SimBa (arXiv:2410.09754)."""
+        variance = self.obs_square - self.obs_mean.square()
+        obs = (obs - self.obs_mean) * (variance.clamp(min=0) + 1e-4).rsqrt()
+        return obs.clamp(-10, 10)
+
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
         with torch.no_grad():
-            actions, _ = self.actor.sample(obs, noise)
+            actions, _ = self.actor.sample(self.normalize(obs), noise)
             return actions
 
     def update_critic(self, batch: Batch, noise: Tensor) -> dict[str, Tensor]:
         """One step of both Q-networks."""
+        batch = batch._replace(
+            obs=self.normalize(batch.obs),
+            next_obs=self.normalize(batch.next_obs),
+        )
         losses, values = critic_loss(self, batch, noise, self.args.gamma)
         gradient_step(losses.sum(), self.q_optimizer)
         losses = losses.detach()
@@ -593,7 +613,7 @@ class SAC(nn.Module):
 
     def update_actor(self, obs: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """One step of the policy, then one of the temperature."""
-        loss, log_probs = actor_loss(self, obs, noise)
+        loss, log_probs = actor_loss(self, self.normalize(obs), noise)
         gradient_step(loss, self.actor_optimizer)
         temperature_loss = alpha_loss(self.log_alpha, log_probs, self.target_entropy)
         alpha = self.log_alpha.detach().exp()[0]
@@ -663,6 +683,7 @@ def main(args: Args) -> Path:
         while run.step < run.total_steps:
             # 1. Act: uniformly at random at first, then by the policy.
             with run.stage("inference"):
+                agent.observe(obs)
                 if run.step < args.learning_starts:
                     share = torch.rand(args.num_envs, action_dim, device=device)
                     width = envs.high - envs.low

@@ -650,6 +650,9 @@ class SAC(nn.Module):
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
         log_alpha = 0.0 if args.autotune else math.log(args.alpha)
         self.log_alpha = nn.Parameter(torch.tensor([log_alpha]))
+        self.register_buffer("steps", torch.zeros(()))  # whose observations are in these means
+        self.register_buffer("obs_mean", torch.zeros(obs_dim))
+        self.register_buffer("obs_square", torch.ones(obs_dim))
         self.to(device)
         # speed: the Adam above, which compiles and captures with the rest of an update
         self.q_optimizer = Adam(self.qf.parameters(), lr=args.q_lr)
@@ -657,14 +660,30 @@ class SAC(nn.Module):
         self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr)
         self.optimizers = self.q_optimizer, self.actor_optimizer, self.alpha_optimizer
 
+    def observe(self, obs: Tensor) -> None:
+        """Takes the observations of a step (N, O) into the statistics."""
+        self.steps += 1
+        self.obs_mean.lerp_(obs.mean(dim=0), 1 / self.steps)
+        self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.steps)
+
+    def normalize(self, obs: Tensor) -> Tensor:
+        """obs (B, O) -> what the networks see (B, O), as in SimBa (arXiv:2410.09754)."""
+        variance = self.obs_square - self.obs_mean.square()
+        obs = (obs - self.obs_mean) * (variance.clamp(min=0) + 1e-4).rsqrt()
+        return obs.clamp(-10, 10)
+
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
         with torch.no_grad():
-            actions, _ = self.actor.sample(obs, noise)
+            actions, _ = self.actor.sample(self.normalize(obs), noise)
             return actions
 
     def update_critic(self, batch: Batch, noise: Tensor) -> dict[str, Tensor]:
         """One step of both Q-networks."""
+        batch = batch._replace(
+            obs=self.normalize(batch.obs),
+            next_obs=self.normalize(batch.next_obs),
+        )
         losses, values = critic_loss(self, batch, noise, self.args.gamma)
         gradient_step(losses.sum(), self.q_optimizer)
         losses = losses.detach()
@@ -679,7 +698,7 @@ class SAC(nn.Module):
 
     def update_actor(self, obs: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """One step of the policy, then one of the temperature."""
-        loss, log_probs = actor_loss(self, obs, noise)
+        loss, log_probs = actor_loss(self, self.normalize(obs), noise)
         gradient_step(loss, self.actor_optimizer)
         temperature_loss = alpha_loss(self.log_alpha, log_probs, self.target_entropy)
         alpha = self.log_alpha.detach().exp()[0]
@@ -726,7 +745,7 @@ def compile_agent(agent: SAC) -> None:
     on_zen5 = cpuinfo.exists() and "family\t: 26" in cpuinfo.read_text()
     if on_cpu and on_zen5:  # on Zen 4 it is slower, with AMX it means bfloat16, on a GPU TF32
         torch.set_float32_matmul_precision("medium")  # oneDNN, not MKL: 1.5x on AMD's Zen 5
-    for name in ("act", "update_critic", "update_actor"):
+    for name in ("observe", "act", "update_critic", "update_actor"):
         method = getattr(agent, name)
         setattr(agent, name, torch.compile(method, fullgraph=True))
 
@@ -757,6 +776,7 @@ def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
         graphs[due]()
         return metrics
 
+    agent.observe = capture(agent.observe)
     agent.act = capture(agent.act)
     rb.draw = capture(rb.draw)
     agent.update = replay
@@ -827,6 +847,7 @@ def main(args: Args) -> Path:
         while run.step < run.total_steps:
             # 1. Act: uniformly at random at first, then by the policy.
             with run.stage("inference"):
+                agent.observe(obs)
                 if run.step < args.learning_starts:
                     share = torch.rand(args.num_envs, action_dim, device=device)
                     width = envs.high - envs.low

@@ -1357,6 +1357,30 @@ BUGS = [
     ),
     Bug(
         "leanrl/sac_mujoco_*.py",
+        "next_obs=self.normalize(batch.next_obs),",
+        "next_obs=batch.next_obs,",
+        "test_mujoco_runs.py::test_sacs_updates_are_those_of_one_environment",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.steps)",
+        "self.obs_square.lerp_(obs.square().mean(dim=0), 0.01)",
+        "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "agent.observe(obs)\n                if",
+        "agent.observe(obs[:1])\n                if",
+        "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "return obs.clamp(-10, 10)",
+        "return obs",
+        "test_mujoco_runs.py::test_sacs_updates_are_those_of_one_environment",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
         "if run.due(LOG_EVERY * args.num_envs):",
         "if run.due(LOG_EVERY):",
         "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",

@@ -633,7 +633,7 @@ def test_warp_finds_the_cuda_device_that_torch_has_without_a_number(monkeypatch)
     monkeypatch.setattr("warp.ScopedDevice", ask)
     env = gym.make("HalfCheetah-v5").unwrapped
     with pytest.raises(AskedFor, match="^cuda$"):
-        baseline.WarpPhysics(env, 2, (), torch.device("cuda"))
+        baseline.WarpPhysics(env, 2, (), torch.device("cuda"), {})
 
 
 def test_differing_hunks_are_marked():

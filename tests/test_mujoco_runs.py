@@ -231,6 +231,10 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
     run_dir = train(module, **more, seed=1)
     happened, agent = account(calls), of(calls, "__init__")[0].owner
     prepares = of(calls, "prepare")
+    seen = happened.obs[:-1].double()
+    torch.testing.assert_close(agent.obs_mean.double(), seen.mean((0, 1)), atol=1e-5, rtol=1e-5)
+    squares = seen.square().mean((0, 1))
+    torch.testing.assert_close(agent.obs_square.double(), squares, atol=1e-4, rtol=1e-5)
     kinds = happened.terminated, happened.truncated
     assert (kinds[0] & ~kinds[1]).any() and (kinds[1] & ~kinds[0]).any()
     assert (kinds[0] & kinds[1]).any() and len(happened.actions) == 48 and len(prepares) == 3
@@ -397,7 +401,7 @@ def test_an_update_is_the_papers(module, float64):
 # SAC
 
 
-SAC_CALLS = "reset step", "__init__ act update update_critic update_actor update_target"
+SAC_CALLS = "reset step", "__init__ observe act update update_critic update_actor update_target"
 SAC_CALLS = [
     f"{owner}.{name}"
     for owner, names in zip(
@@ -407,10 +411,16 @@ SAC_CALLS = [
 ]
 
 
+def normalized(agent, obs):
+    """By SAC's statistics so far, which assert_sac_run looks at."""
+    deviation = (agent.obs_square - agent.obs_mean**2).clamp(min=0).add(1e-4).sqrt()
+    return ((obs - agent.obs_mean) / deviation).clamp(-10, 10)
+
+
 def intended(agent, obs, noise):
     """What the policy must do, from its network's outputs: actions (N, A)."""
     with torch.no_grad():
-        mean, log_std = agent.actor.network(obs).chunk(2, dim=-1)
+        mean, log_std = agent.actor.network(normalized(agent, obs)).chunk(2, dim=-1)
     log_std = -5 + 7 * (log_std.tanh() + 1) / 2
     return LOW + (HIGH - LOW) * ((mean + log_std.exp() * noise).tanh() + 1) / 2
 
@@ -457,7 +467,9 @@ def assert_sac_run(calls, ring, first_step=0, total=400):
     updates = max(int((first_step - 162) * 0.375), 0)
     for t, step in enumerate(range(first_step, total, 4)):
         obs, actions = happened.obs[t], happened.actions[t]
-        # 1. Act
+        # 1. Act, after a look at where each world is
+        observe = rest.pop(0)
+        assert observe.name == "observe" and torch.equal(observe.args[0], obs)
         if step < 162:
             shares.append((actions - LOW) / (HIGH - LOW))
         else:
@@ -602,7 +614,7 @@ def whole_state(agent):
     ids=["baseline", "variant"],
 )
 def test_sacs_updates_are_those_of_one_environment(module, reference):
-    """Whose losses and gradient steps test_sac compares with the paper."""
+    """Whose losses and gradient steps test_sac compares with the paper; observations normalized."""
     space = gym.spaces.Box(LOW.numpy(), HIGH.numpy())
     for autotune in (True, False):
         flags = {"policy_lr": 2e-3, "q_lr": 4e-3, "tau": 0.2, "gamma": 0.9, "alpha": 0.3}
@@ -610,21 +622,30 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
         for each in (module, reference):
             torch.manual_seed(0)
             agents.append(each.SAC(each.Args(**flags, autotune=autotune), 11, space, CPU))
+        mine, classic = agents
+        means, widths = torch.linspace(-5, 20, 11), torch.logspace(-2, 2, 11)
         for _ in range(3):
+            mine.observe(means + widths * torch.randn(50, 11))
             batch = reference.Batch(
-                obs=torch.randn(16, 11),
-                actions=intended(agents[0], torch.randn(16, 11), torch.randn(16, 3)),
-                next_obs=torch.randn(16, 11),
+                obs=means + 4 * widths * torch.randn(16, 11),  # some of it beyond 10 deviations
+                actions=intended(mine, torch.randn(16, 11), torch.randn(16, 3)),
+                next_obs=means + widths * torch.randn(16, 11),
                 rewards=torch.randn(16),
                 terminated=(torch.rand(16) < 0.3).float(),
             )
+            inputs = batch._replace(
+                obs=normalized(mine, batch.obs), next_obs=normalized(mine, batch.next_obs)
+            )
             noise, results = torch.randn(2, 16, 3), []
-            for agent in agents:
-                results.append(agent.update_critic(batch, noise[0]))
-                results[-1] |= agent.update_actor(batch.obs, noise[1])
+            for agent, seen in ((mine, batch), (classic, inputs)):
+                results.append(agent.update_critic(seen, noise[0]))
+                results[-1] |= agent.update_actor(seen.obs, noise[1])
                 agent.update_target()
             torch.testing.assert_close(*results)
-        torch.testing.assert_close(*map(whole_state, agents))
+        (weights, steps), (others, other_steps) = map(whole_state, agents)
+        for name in ("steps", "obs_mean", "obs_square"):
+            del weights[name]
+        torch.testing.assert_close((weights, steps), (others, other_steps))
         assert agents[0].target_entropy == -3
 
 
@@ -642,7 +663,7 @@ def own_evaluation(agent, env_id, episodes, seed):
             if hasattr(agent, "actor"):
                 noise = torch.zeros(1, env.action_space.shape[0])
                 scale, bias = agent.actor.action_scale, agent.actor.action_bias
-                mean, _ = agent.actor.network(obs).chunk(2, dim=-1)
+                mean, _ = agent.actor.network(normalized(agent, obs)).chunk(2, dim=-1)
                 action = mean.tanh() * scale + bias + noise
             else:
                 norm = agent.model.obs_norm
@@ -698,6 +719,7 @@ def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, tm
     args = module.Args(env_id="Uneven-v0", eval_episodes=6, seed=5)
     if is_sac(module):
         agent = module.SAC(args, 4, Uneven.action_space, CPU)
+        agent.observe(3 + 2 * torch.randn(100, 4))
         with torch.no_grad():
             for parameter in agent.actor.network.parameters():
                 parameter.mul_(3)

@@ -92,7 +92,7 @@ def add_blocks(module) -> None:
     module.mlp = mlp
 
 
-# Scales, by statistics of what is stored
+# Scales
 
 
 class Statistics:
@@ -115,27 +115,9 @@ class Statistics:
         self.scale.copy_((self.sum_squares / self.count + 1e-4).rsqrt())
 
 
-def normalize_observations(module) -> None:
-    """By the mean and deviation of all observations so far, as PPO on worlds does."""
-    found = []  # one Statistics, when the size of an observation is known
-    make, sample, forward = module.SAC.__init__, module.Actor.sample, module.TwinQ.forward
-    add = module.ReplayBuffer.add
-
-    def make_with_statistics(self, args, obs_dim, *given) -> None:
-        found.append(Statistics(obs_dim))
-        make(self, args, obs_dim, *given)
-
-    def normalize(obs):
-        return ((obs - found[0].mean) * found[0].scale).clamp(-10, 10)
-
-    def add_and_count(self, transitions) -> None:
-        found[0].add(transitions.obs)
-        add(self, transitions)
-
-    module.SAC.__init__ = make_with_statistics
-    module.Actor.sample = lambda self, obs, noise: sample(self, normalize(obs), noise)
-    module.TwinQ.forward = lambda self, obs, actions: forward(self, normalize(obs), actions)
-    module.ReplayBuffer.add = add_and_count
+def take_raw_observations(module) -> None:
+    """Observations in their own units."""
+    module.SAC.normalize = lambda self, obs: obs
 
 
 def ends(transitions, next_transitions):
@@ -254,7 +236,7 @@ CHANGES = {  # a patch of the module, or other flags
     "LayerNorm": partial(normalize_layers, nn.LayerNorm),
     "RMSNorm": partial(normalize_layers, RMSNorm),
     "residual blocks": add_blocks,
-    "normalized observations": normalize_observations,
+    "raw observations": take_raw_observations,
     "scaled rewards": scale_rewards,
     "categorical critic, scaled rewards": categorical_critic,
     "3 steps": partial(sum_steps, 3),

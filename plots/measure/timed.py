@@ -20,7 +20,8 @@ import processes
 import run_dirs
 import tqdm
 
-LINE = re.compile(r"^after ([\d.]+) min: (\d+) \w+, return (\S+)$", re.MULTILINE)
+# on a line of its own or after the progress bar
+LINE = re.compile(r"after ([\d.]+) min: (\d+) \w+, return (\S+)$", re.MULTILINE)
 
 
 class Clock:
