@@ -205,7 +205,7 @@ if "trace" in sys.argv:
     shutil.copytree(EVENTS, path, dirs_exist_ok=True)
 (path / "config.json").write_text(json.dumps(config))
 (path / "stages.json").write_text(json.dumps(STAGES))
-print(f"80.0 steps/s, {path}")
+print(f"80.0 steps/s, {path}/stages.json")
 """
 
 
@@ -423,7 +423,7 @@ def test_where_nobody_reads_all_is_written_first(runs, tmp_path, monkeypatch):
 def test_a_run_that_was_killed_has_no_speed(tmp_path):
     """Also where it might have been interrupted, as those are that end by time."""
     path = make_run(tmp_path, 1, config(), None)
-    (tmp_path / "log").write_text(f"1.0 steps/s, {path}\n")
+    (tmp_path / "log").write_text(f"1.0 steps/s, {path}/stages.json\n")
     with pytest.raises(ValueError, match="has no stages.json: killed or still running"):
         processes.read_logged(tmp_path / "log", whole=False)
 
@@ -470,7 +470,7 @@ def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
     folder = tmp_path / "runs"
     off = make_run(folder, 1, config(stopwatch="off"), stages(100.0))
     on = make_run(folder, 2, config(), report(100 / 1.04))
-    code = "print('1,234.5 steps/s, {}')"
+    code = "print('1,234.5 steps/s, {}/stages.json')"
     words = {path: [sys.executable, "-c", code.format(path)] for path in (off, on)}
     pair = {"off": words[off], "on": words[on]}
     monkeypatch.setattr(overhead, "commands", lambda job: dict(pair))

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 
@@ -100,6 +101,8 @@ def test_the_steady_window_leaves_out_warm_up_and_evaluation(mode, clock, tmp_pa
     assert not out and max(map(len, err.splitlines())) < 80 + len(str(tmp_path))
     assert (["checkpoint", "3.00", "s", "100,000.0", "us/step"] in lines) == (mode == "time")
     assert err.endswith(f"2.5 steps/s, {tmp_path}/stages.json\n")
+    (tmp_path / "log").write_text(err)  # where the programs that make runs look for it
+    assert processes.run_directory(tmp_path / "log") == tmp_path
 
 
 @pytest.mark.parametrize("mode", ["off", "time", "trace"])

@@ -116,11 +116,11 @@ def run_logged(
 
 
 def run_directory(log: Path) -> Path:
-    """Where the run that wrote `log` says that it left its files; ValueError if it does not."""
+    """Where the run that wrote `log` says that it left stages.json; ValueError if it does not."""
     found = re.findall(r"^\S+ steps/s, (.+)$", log.read_text(errors="replace"), re.MULTILINE)
     if not found:
         raise ValueError("names no run directory")
-    return ROOT / found[-1]
+    return (ROOT / found[-1]).parent
 
 
 def read_logged(log: Path, whole: bool = True) -> Run:
