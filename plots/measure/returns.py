@@ -240,7 +240,8 @@ CHANGES = {  # a patch of the module, or other flags
     "scaled rewards": scale_rewards,
     "categorical critic, scaled rewards": categorical_critic,
     "3 steps": partial(sum_steps, 3),
-    "half of the batch": {"batch_size": 128},
+    "batches of 128, twice the updates": {"batch_size": 128, "utd_ratio": 1 / 8},
+    "batches of 64, four times the updates": {"batch_size": 64, "utd_ratio": 1 / 4},
     "half of the updates per step": {"utd_ratio": 1 / 32},
 }
 
