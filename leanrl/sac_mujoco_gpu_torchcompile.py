@@ -83,11 +83,11 @@ class Args:
     randomize: float = 0.0  # how far each world's masses, friction and gears are from the model's
     total_timesteps: int = 5_000_000  # environment steps of the whole run, over all environments
     num_envs: int = 64  # environments stepped side by side
-    utd_ratio: float = 0.0625  # update-to-data ratio: updates per environment step
+    utd_ratio: float = 0.25  # update-to-data ratio: updates per environment step
     buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # share of the Q-networks that enters their targets at each target update
-    batch_size: int = 256  # transitions per update
+    batch_size: int = 64  # transitions per update
     learning_starts: int = 5_000  # environment steps with random actions before the first update
     policy_lr: float = 3e-4  # learning rate of the policy
     q_lr: float = 1e-3  # learning rate of the Q-networks and of the temperature

@@ -240,9 +240,9 @@ CHANGES = {  # a patch of the module, or other flags
     "scaled rewards": scale_rewards,
     "categorical critic, scaled rewards": categorical_critic,
     "3 steps": partial(sum_steps, 3),
-    "batches of 128, twice the updates": {"batch_size": 128, "utd_ratio": 1 / 8},
-    "batches of 64, four times the updates": {"batch_size": 64, "utd_ratio": 1 / 4},
-    "half of the updates per step": {"utd_ratio": 1 / 32},
+    "batches of 256, a quarter of the updates": {"batch_size": 256, "utd_ratio": 1 / 16},
+    "batches of 32, twice the updates": {"batch_size": 32, "utd_ratio": 1 / 2},
+    "half of the updates per step": {"utd_ratio": 1 / 8},
 }
 
 
