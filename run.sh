@@ -13,10 +13,11 @@ CDPATH='' cd -P -- "$(dirname -- "$self")"
 
 usage() {
     cat <<'END'
-bash run.sh                      the quick speed-up table and figures in minutes, in plots/out/
+bash run.sh                      a robot that learns to run, then the quick speed-up table: minutes;
+                                 figures and a film in plots/out/
 bash run.sh --full               every script and row, 3 seeds at full length, which takes days;
-                                 finished runs are kept. Both take --only GLOB (of 'SCRIPT ROW'),
-                                 --seeds N, --steps N and --out FOLDER
+                                 finished runs are kept. Both tables take --only GLOB (of 'SCRIPT
+                                 ROW'), --seeds N, --steps N and --out FOLDER
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo, ppo_mujoco ...
 bash run.sh race [arguments]     what each has learned after minutes of one core, in hours; it goes
                                  on where it stopped. --entrants "PPO on worlds" is a part of it
@@ -164,7 +165,11 @@ esac
 [[ $command != quick && $command != --full ]] || check_narrowing "$@"
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
-    quick | --full) exec "$python" plots/measure/speedup.py "--${command#--}" "$@" ;;
+    quick)
+        [[ $# -gt 0 ]] || "$python" plots/measure/robot.py || say "without a robot"
+        exec "$python" plots/measure/speedup.py --quick "$@"
+        ;;
+    --full) exec "$python" plots/measure/speedup.py --full "$@" ;;
     test) exec "$python" -m pytest -q tests "$@" ;;
     study) exec "$python" plots/measure/env_scaling.py "$@" ;;
     gpu) check_device "$python" && measure_gpu "$@" ;;

@@ -253,6 +253,17 @@ def worlds() -> str:
     return f"{as_markdown(table, labels=2)}\n"
 
 
+def race() -> str:
+    """What each has learned after minutes of a core."""
+    found = record("race_cpu")
+    last = found["runs"][-1]
+    said = (
+        f"Minutes are of processor time, all counted but evaluations, on {where(last['machine'])} "
+    )
+    said += "(`race_cpu.md`)."
+    return f"{as_markdown(found['table'], labels=2)}\n\n{said}\n"
+
+
 class Reached(NamedTuple):
     """What is told of a run."""
 
@@ -342,7 +353,8 @@ def devices() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 
-FUNCTIONS = (speedup, field, learning, worlds, tricks, growth, overhead, environments, devices)
+FUNCTIONS = (race, speedup, field, learning, worlds, tricks, growth, overhead, environments)
+FUNCTIONS += (devices,)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 

@@ -317,10 +317,11 @@ def main(arguments: list[str] | None = None) -> int:
     rows = summarize(mine, options.minutes)
     command = processes.call("race.py", options, "minutes", "seeds")
     above = [f"The race: {command}", *timed.describe(mine)]
-    record = {"schema": 1, "command": command, "rows": rows, "runs": runs}
+    table = cells(rows)
+    record = {"schema": 1, "command": command, "table": table, "rows": rows, "runs": runs}
     if mine:
         draw(mine, options.minutes, options.out / "race")
-    run_dirs.write_report(options.out / "race", above, cells(rows), [], record)
+    run_dirs.write_report(options.out / "race", above, table, [], record)
     return processes.say_failures(failures)
 
 

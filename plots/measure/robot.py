@@ -49,12 +49,13 @@ def train(task: str, options: argparse.Namespace, bar) -> dict:
     name = f"robot-{time.time_ns()}"
     command = [sys.executable, f"leanrl/{SCRIPT}.py", "--compile", "--env-id", task]
     command += ["--total-timesteps", str(steps), "--exp-name", name]
-    command += ["--eval-every", str(steps // 10 // rollout * rollout)]
+    command += ["--eval-every", str(max(steps // 10 // rollout, 1) * rollout)]
     command += ["--checkpoint-every", str(rollout), "--save-model"]
     for flag, value in race.FLAGS.get(("PPO on worlds", task), {}).items():
         command += [f"--{flag.replace('_', '-')}", str(value)]
     shots = []
     born = time.monotonic()
+    started = time.time()
     folder = options.out / "robot"
     folder.mkdir(exist_ok=True)
 
@@ -77,9 +78,8 @@ def train(task: str, options: argparse.Namespace, bar) -> dict:
     if len(shots) < len(options.film) or options.film[-1] == math.inf:
         keep(run.path / "checkpoint.pt")
     found = run_dirs.read_series(run.path, [EVALUATED])[EVALUATED]
-    started = run.stages["wall_seconds"]  # what was before it, imports, is added below
-    before = max((time.monotonic() - born) - started, 0.0)
-    rows = zip(found.seconds + before, found.steps, found.values, strict=True)
+    imports = max(int(run.path.name.rpartition("__")[2]) - started, 0)  # before the first event
+    rows = zip(found.seconds + imports, found.steps, found.values, strict=True)
     evaluations = [[float(x) for x in row] for row in rows]
     return {"task": task, "command": run.config["command"], "evaluations": evaluations} | {
         "shots": shots,
@@ -97,10 +97,9 @@ def draw(robots: list[dict], stem: Path) -> None:
     for ax, robot in zip(panels[0], robots, strict=True):
         seconds, _, returns = np.array(robot["evaluations"]).T
         ax.plot(seconds, returns, "o-", color=curves.COLOURS["compile"])
-        last = f"{returns[-1]:,.0f} after {seconds[-1]:.0f} s"
-        ax.annotate(last, (seconds[-1], returns[-1]), ha="right", va="bottom")
-        ax.set(title=robot["task"], xlabel="seconds since the start, compilation included")
-        ax.set(xlim=(0, None), ylim=(min(0, *returns), 1.1 * max(returns)))
+        title = f"{robot['task']}: {returns[-1]:,.0f} after {seconds[-1]:.0f} s"
+        ax.set(title=title, xlabel="seconds since the start, compilation included")
+        ax.set(xlim=(0, None), ylim=(min(0, *returns), 1.05 * max(returns)))
     panels[0][0].set_ylabel("return of ten episodes without noise")
     curves.save(figure, stem)
 

@@ -6,12 +6,13 @@
     python plots/measure/speedup.py --table-only runs/...   table and figures of runs that exist
 
 Every run is a process of its own, one at a time, and the rows take turns (A B C, A B C), so that
-the drift of a shared machine hits all alike; round n has seed n. --quick makes runs that are just
-long enough to learn something, and leaves out the row eager. --full goes on where it stopped: a run
-that is finished, with the same command, on the same machine and versions, by a script that has not
+the drift of a shared machine hits all alike; round n has seed n. --quick makes runs that are too
+short to learn anything, and leaves out the row eager. --full goes on where it stopped: a run that
+is finished, with the same command, on the same machine and versions, by a script that has not
 changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches, of all scripts and rows.
-What a step's time is spent on comes from a short run per row that is traced and whose speed does
-not count. All numbers come from config.json and stages.json of the runs:
+What a step's time is spent on comes from a short run per row that is traced. Its speed, which is
+that of before the trace, counts only where --quick makes no other run. All numbers come from
+config.json and stages.json of the runs:
 
     steps/s         mean over the seeds, and range, of the steady environment steps per second
     speed-up        ratio of that mean to the baseline's
@@ -21,8 +22,9 @@ not count. All numbers come from config.json and stages.json of the runs:
     all steps/s     mean of all steps / all seconds
 
 Written to plots/out/: speedup.md and .json, the figures speedup, curves_learning and
-breakdown_stages with what else plots/curves.py and plots/breakdown.py make of the runs, and logs/
-with what each run printed. Exit status 1 if a run failed; the others count nevertheless.
+breakdown_stages with what else plots/curves.py (not with --quick) and plots/breakdown.py make of
+the runs, and logs/ with what each run printed. Exit status 1 if a run failed; the others count
+nevertheless.
 """
 
 import argparse
@@ -47,26 +49,24 @@ TRACED = ["--stopwatch", "trace"]
 class Lengths(NamedTuple):
     """Flags of a script's runs, and about how many steps/s it makes, for the progress bar."""
 
-    quick: str  # long enough that the learning curve rises
+    quick: str | None  # where the traced run's window is too short to tell a speed
     traced: str  # just long enough for the steady window and the trace
     speed: int
 
 
 EARLY = "--learning-starts 100 --total-timesteps 800"
-CONTINUOUS = Lengths("--total-timesteps 100352", "--total-timesteps 24576", 2000)
+CONTINUOUS = Lengths("--total-timesteps 30720", "--total-timesteps 24576", 2000)
 # Without --compile the trace of a rollout of 2,048 steps is a file that takes half a minute to
 # write. Rollouts of 512, also in minibatches of 64, have the same operations per step.
 SHORT = "--num-steps 512 --num-minibatches 8 --total-timesteps 6144"
 SCRIPTS = {
-    "sac_continuous_action": Lengths(  # 8,000 steps show learning at Spinning Up's learning rate
-        "--learning-starts 1000 --policy-lr 1e-3 --total-timesteps 8000", EARLY, 100
-    ),
-    "td3_continuous_action": Lengths("--learning-starts 1000 --total-timesteps 8000", EARLY, 100),
+    "sac_continuous_action": Lengths(None, EARLY, 100),
+    "td3_continuous_action": Lengths(None, EARLY, 100),
     "ppo_continuous_action": CONTINUOUS,
     "ppo_continuous_action_async": CONTINUOUS,
     "ppo_atari_envpool": Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300),
     "ppo_atari_envpool_multigpu": Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300),
-    "ppo_cartpole_gpu": Lengths("--total-timesteps 3145728", "--total-timesteps 1048576", 200_000),
+    "ppo_cartpole_gpu": Lengths(None, "--total-timesteps 1048576", 200_000),
     "ppo_mujoco_gpu": Lengths("--total-timesteps 524288", "--total-timesteps 49152", 10_000),
     "sac_mujoco_gpu": Lengths("--total-timesteps 200000", "--total-timesteps 50000", 2000),
 }
@@ -185,6 +185,8 @@ def make_jobs(
     jobs = []
     for seed in range(1, seeds + 1):
         for script in scripts:
+            if length == "quick" and SCRIPTS[script].quick is None:
+                continue
             for row in rows:
                 file = f"leanrl/{script}{'' if row == 'baseline' else VARIANT}.py"
                 text = "" if length == "full" else getattr(SCRIPTS[script], length)
@@ -215,8 +217,13 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
         scripts = [script for script in QUICK if script in scripts]
     rows = [row for row in protocol_rows(options) if cuda or "--cudagraphs" not in ROWS[row]]
     length, seeds = ("quick", 1) if options.quick else ("full", 3)
-    jobs = make_jobs(scripts, rows, options.seeds or seeds, length, options.steps)
-    jobs += make_jobs(scripts, rows, 1, "traced")  # soon after the run whose speed counts
+    seeds = options.seeds or seeds
+    jobs = make_jobs(scripts, rows, seeds, length, options.steps)
+    for script in scripts:  # soon after the run whose speed counts, if there is one
+        if options.quick and SCRIPTS[script].quick is None:
+            jobs += make_jobs([script], rows, seeds, "traced", options.steps)
+        else:
+            jobs += make_jobs([script], rows, 1, "traced")
     jobs.sort(key=lambda job: (job.seed, scripts.index(job.script), rows.index(job.row)))
     only = "*" if options.only is None else options.only
     return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
@@ -260,13 +267,14 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> None:
     curves.save(figure, out / "speedup")
 
 
-def draw_figures(runs: list[Run], rows: list[dict], out: Path) -> None:
+def draw_figures(runs: list[Run], rows: list[dict], out: Path, learned: bool) -> None:
     """What this program, plots/curves.py and plots/breakdown.py make of these runs."""
     import breakdown
     import curves
 
     breakdown.write(runs, out)
-    curves.write(timed(runs), out)
+    if learned:
+        curves.write(timed(runs), out)
     if any(row.get("speedup") for row in rows):
         draw_speedups(rows, runs, out)
     names = [out / f"{name}.png" for name in ("curves_learning", "speedup", "breakdown_stages")]
@@ -338,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = summarize(timed(runs), protocol_rows(options))
         with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
             write_table(runs, rows, failures, protocol, call, options.out)
-            draw_figures(runs, rows, options.out)
+            draw_figures(runs, rows, options.out, learned=protocol != "quick")
         print(said.getvalue(), end="")
     return processes.say_failures(failures)
 
