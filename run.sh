@@ -17,7 +17,7 @@ bash run.sh                      a robot that learns to run, then the quick spee
                                  figures and a film in plots/out/
 bash run.sh --full               every script and row, 3 seeds at full length, which takes days;
                                  finished runs are kept. Both tables take --only GLOB (of 'SCRIPT
-                                 ROW'), --seeds N, --steps N and --out FOLDER
+                                 ROW'), --seeds N, --steps N, --out FOLDER; then without robot
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo, ppo_mujoco ...
 bash run.sh race [arguments]     what each has learned after minutes of one core, in hours; it goes
                                  on where it stopped. --entrants "PPO on worlds" is a part of it
@@ -166,7 +166,9 @@ esac
 set_up "${needs[@]}" # not in a && or || list, where a failing step would not stop the script
 case $command in
     quick)
-        [[ $# -gt 0 ]] || "$python" plots/measure/robot.py || say "without a robot"
+        status=0
+        [[ $# -gt 0 ]] || "$python" plots/measure/robot.py || status=$?
+        [[ $status -ne 130 ]] || exit 130 # Ctrl-C
         exec "$python" plots/measure/speedup.py --quick "$@"
         ;;
     --full) exec "$python" plots/measure/speedup.py --full "$@" ;;

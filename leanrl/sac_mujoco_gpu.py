@@ -7,9 +7,9 @@ r"""Soft Actor-Critic (SAC) on thousands of MuJoCo worlds in one batch: the base
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
 evaluated. Otherwise it is sac_continuous_action.py with replay on the device, observations that are
-normalized by running statistics (SimBa, arXiv:2410.09754) and, after FastTD3 (arXiv:2505.22642), 4
-environment steps for each update, not one, and one policy step, not two, for every two updates. An
-update takes 64 transitions, not 256, because a core makes three times as many of them in a minute.
+normalized by running statistics (SimBa, arXiv:2410.09754), an update for every 4 environment steps,
+since FastTD3 (arXiv:2505.22642) makes fewer updates than steps, too, and one policy step, not two,
+for every two updates. A batch has 64 transitions, not 256: a core makes more of such updates.
 Other than CleanRL's: env_id HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64, batch_size 64,
 utd_ratio 0.25 (CleanRL's script has no such flag: it is 1), and a row of metrics every 100 steps of
 all environments. Its twin sac_mujoco_gpu_torchcompile.py is this file with the hunks marked
@@ -567,7 +567,7 @@ class SAC(nn.Module):
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
         log_alpha = 0.0 if args.autotune else math.log(args.alpha)
         self.log_alpha = nn.Parameter(torch.tensor([log_alpha]))
-        self.register_buffer("steps", torch.zeros(()))  # whose observations are in these means
+        self.register_buffer("observed", torch.zeros(()))  # steps of all N worlds, in these means
         self.register_buffer("obs_mean", torch.zeros(obs_dim))
         self.register_buffer("obs_square", torch.ones(obs_dim))
         self.to(device)
@@ -578,9 +578,9 @@ class SAC(nn.Module):
 
     def observe(self, obs: Tensor) -> None:
         """Takes the observations of a step (N, O) into the statistics."""
-        self.steps += 1
-        self.obs_mean.lerp_(obs.mean(dim=0), 1 / self.steps)
-        self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.steps)
+        self.observed += 1
+        self.obs_mean.lerp_(obs.mean(dim=0), 1 / self.observed)
+        self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.observed)
 
     def normalize(self, obs: Tensor) -> Tensor:
         """obs (B, O) -> what the networks see (B, O), as in SimBa (arXiv:2410.09754)."""

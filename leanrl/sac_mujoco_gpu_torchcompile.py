@@ -650,7 +650,7 @@ class SAC(nn.Module):
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
         log_alpha = 0.0 if args.autotune else math.log(args.alpha)
         self.log_alpha = nn.Parameter(torch.tensor([log_alpha]))
-        self.register_buffer("steps", torch.zeros(()))  # whose observations are in these means
+        self.register_buffer("observed", torch.zeros(()))  # steps of all N worlds, in these means
         self.register_buffer("obs_mean", torch.zeros(obs_dim))
         self.register_buffer("obs_square", torch.ones(obs_dim))
         self.to(device)
@@ -662,9 +662,9 @@ class SAC(nn.Module):
 
     def observe(self, obs: Tensor) -> None:
         """Takes the observations of a step (N, O) into the statistics."""
-        self.steps += 1
-        self.obs_mean.lerp_(obs.mean(dim=0), 1 / self.steps)
-        self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.steps)
+        self.observed += 1
+        self.obs_mean.lerp_(obs.mean(dim=0), 1 / self.observed)
+        self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.observed)
 
     def normalize(self, obs: Tensor) -> Tensor:
         """obs (B, O) -> what the networks see (B, O), as in SimBa (arXiv:2410.09754)."""

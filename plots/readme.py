@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import run_dirs
-from run_dirs import ROOT, ROWS, as_markdown, processor, short, shown
+from run_dirs import ROOT, ROWS, as_markdown, processor, short, shown, with_range
 
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -63,11 +63,6 @@ def record(name: str) -> dict:
         return run_dirs.read_json(path)
     except ValueError as problem:
         raise SystemExit(f"error: {shown(RESULTS)} {problem}") from None
-
-
-def with_range(spread: dict, middle: str = "mean") -> str:
-    low, high = short(spread["min"]), short(spread["max"])
-    return short(spread[middle]) + (f" ({low} to {high})" if low != high else "")
 
 
 def where(machine: dict) -> str:

@@ -549,6 +549,12 @@ def short(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
+def with_range(spread: dict, middle: str = "mean") -> str:
+    """The middle of a `spread` and, if there is one, its range."""
+    low, high = short(spread["min"]), short(spread["max"])
+    return short(spread[middle]) + (f" ({low} to {high})" if low != high else "")
+
+
 def as_text(table: list[list[str]], labels: int) -> str:
     """Aligned for a terminal, the first `labels` columns to the left.
 

@@ -1363,7 +1363,7 @@ BUGS = [
     ),
     Bug(
         "leanrl/sac_mujoco_*.py",
-        "self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.steps)",
+        "self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.observed)",
         "self.obs_square.lerp_(obs.square().mean(dim=0), 0.01)",
         "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
     ),

@@ -643,7 +643,7 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
                 agent.update_target()
             torch.testing.assert_close(*results)
         (weights, steps), (others, other_steps) = map(whole_state, agents)
-        for name in ("steps", "obs_mean", "obs_square"):
+        for name in ("observed", "obs_mean", "obs_square"):
             del weights[name]
         torch.testing.assert_close((weights, steps), (others, other_steps))
         assert agents[0].target_entropy == -3

@@ -182,13 +182,13 @@ def test_the_table_is_of_the_last_evaluations(tmp_path):
     bar = "x\n 0%| | 0/9 [00:00<?, ?step/s]"
     first = "after 1 min: 900 updates, return 5.0"
     log.write_text(f"{bar}{first}\nafter 2 min: 1800 updates, return -7.5\n")
-    assert timed.read(log) == [[1, 900, 5], [2, 1800, -7.5]]
+    assert timed.read(log)["evaluations"] == [[1, 900, 5], [2, 1800, -7.5]]
     log.write_text("after no minute")
     with pytest.raises(ValueError, match="was not evaluated"):
         timed.read(log)
     runs = []
     for seed, reached in ((1, 100.0), (2, 300.0)):
-        rows = [[1, 900, 5], [2, 1800, reached]]
+        rows = [[1, 900, 5], [2, 1700, reached - 20], [3, 1800, reached + 20]]
         runs.append({"change": "3 steps", "task": "Walker2d-v5", "seed": seed, "evaluations": rows})
     table = returns.cells(returns.summarize(runs))
     assert table[1:] == [["3 steps", "-", "-", "200 (100 to 300)", "1,800", "-", "-"]]

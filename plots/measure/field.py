@@ -25,7 +25,7 @@ with seed n. All use as many threads as they choose, and a GPU if their torch or
                     has 1,000 steps with updates for the others and a hundred for ours (not in PPO)
 
 SAC on MuJoCo's worlds learns for 30 minutes (or --minutes), imports apart, and so does SAC with one
-environment, here and in the library, each with its own defaults. The worlds share an update per 16
+environment, here and in the library, each with its own defaults. The worlds share an update per 4
 steps, so that their returns are to be compared, not their steps/s:
 
     return          of the last evaluation in that time: the mean of 10 episodes by the mean action;

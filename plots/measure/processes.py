@@ -181,7 +181,7 @@ def make_all(turns: list[Turn]) -> tuple[dict, list[str]]:
             def progress(log: Path, turn=turn, title=title, before=before) -> None:
                 steps, said = progress_in(log)
                 bar.n = before + turn.weight * min(steps / turn.steps, 1)
-                bar.set_postfix_str(f"{title}: {said}" if said else title)
+                bar.set_postfix_str(f"{title}: {said or 'starts, and compiles'}")
 
             try:
                 results[turn.name] = turn.measure(progress)

@@ -9,7 +9,8 @@ alone, without compilation and evaluations. As many runs as there are cores are 
 time, a core each, and on the file of results the program goes on where it stopped. The policy is
 evaluated in Gymnasium's own environments.
 
-    return          mean over the seeds of the last evaluation, and range
+    return          mean of the evaluations in the second half of a run, of which a single one may
+                    be off by half; mean over the seeds, and range
     updates         of the Q-networks in these minutes, mean over the seeds
 
 Written to --out: returns.md, returns.json and logs/. Exit status 1 if a run failed.
@@ -240,8 +241,8 @@ CHANGES = {  # a patch of the module, or other flags
     "scaled rewards": scale_rewards,
     "categorical critic, scaled rewards": categorical_critic,
     "3 steps": partial(sum_steps, 3),
-    "batches of 256, a quarter of the updates": {"batch_size": 256, "utd_ratio": 1 / 16},
-    "batches of 32, twice the updates": {"batch_size": 32, "utd_ratio": 1 / 2},
+    "batches of 256, a quarter of the updates per step": {"batch_size": 256, "utd_ratio": 1 / 16},
+    "batches of 32, twice the updates per step": {"batch_size": 32, "utd_ratio": 1 / 2},
     "half of the updates per step": {"utd_ratio": 1 / 8},
 }
 
@@ -258,11 +259,12 @@ def work(change: str, task: str, seed: int, minutes: int) -> None:
     else:
         settings = CHANGES[change]
     args = script.Args(
-        exp_name=f"returns-{change}",  # no run of the script
+        exp_name=f"returns-{change}",  # so that no table of the script takes it in
         env_id=task,
         seed=seed,
         total_timesteps=10**9,
         eval_every=1,
+        cuda=False,
         compile=True,
         **settings,
     )
@@ -282,10 +284,14 @@ def summarize(runs: list[dict]) -> list[dict]:
         for task in TASKS:
             mine = [run for run in runs if (run["change"], run["task"]) == (change, task)]
             if mine:
-                ends_of_runs = [run["evaluations"][-1] for run in mine]
+                returns = []
+                for run in mine:
+                    late = run["evaluations"][len(run["evaluations"]) // 2 :]
+                    returns.append(statistics.fmean(reached for _, _, reached in late))
+                made = [run["evaluations"][-1][1] for run in mine]
                 row[task] = {
-                    "return": spread([reached for _, _, reached in ends_of_runs]),
-                    "updates": statistics.fmean(updates for _, updates, _ in ends_of_runs),
+                    "return": spread(returns),
+                    "updates": statistics.fmean(made),
                     "seeds": len(mine),
                 }
         if len(row) > 1:
@@ -303,8 +309,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
         for task in TASKS:
             if task in row:
                 found = row[task]["return"]
-                low, high = short(found["min"]), short(found["max"])
-                line += [f"{short(found['mean'])} ({low} to {high})", short(row[task]["updates"])]
+                line += [run_dirs.with_range(found), short(row[task]["updates"])]
             else:
                 line += ["-", "-"]
         table.append(line)
@@ -321,19 +326,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     if options.worker:
+        timed.say_versions()
         work(options.worker, *options.tasks, options.seed, options.minutes)
         return 0
-    command = processes.call("returns.py", options, "minutes", "seeds")
     wanted = []
     for seed in range(1, options.seeds + 1):
         for task in options.tasks:
             wanted += [(change, task, seed) for change in options.changes]
     runs, failures = timed.make("change", wanted, options)
     rows = summarize([run for run in runs if run["minutes"] == options.minutes])
-    above = [f"Changes of SAC on worlds: {command}", *timed.describe(runs)]
-    above.append(f"{options.minutes} minutes of training per run, in processor time, a core each")
-    record = {"schema": 1, "command": command, "rows": rows, "runs": runs}
-    run_dirs.write_report(options.out / "returns", above, cells(rows), [], record, labels=1)
+    title = "Changes of SAC on worlds"
+    stem = options.out / "returns"
+    timed.report("change", title, runs, options.minutes, cells(rows), rows, stem)
     return processes.say_failures(failures)
 
 

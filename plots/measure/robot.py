@@ -1,10 +1,10 @@
 """A robot that learns to run: its return over time, and a film of it on the way.
 
-    python plots/measure/robot.py            HalfCheetah, about two minutes; files in plots/out/
+    python plots/measure/robot.py            HalfCheetah, for minutes; files in plots/out/
     python plots/measure/robot.py --tasks HalfCheetah-v5 Humanoid-v5 --minutes 10 --film 0 2 10
 
 PPO on worlds, the variant with --compile, learns one task after the other with all cores: --steps
-environment steps or, with --minutes, about as long, also on one core. It is evaluated in
+environment steps or, with --minutes, those that one core makes in that time. It is evaluated in
 Gymnasium's own environment, and its checkpoints of the minutes --film are kept: those of the first
 rollout and of the end, if nothing else is said. The film shows the first seconds of an episode by
 the mean action of each, and says what return the whole episode had.
@@ -30,7 +30,7 @@ import race
 import run_dirs
 
 SCRIPT = "ppo_mujoco_gpu_torchcompile"
-STEPS = 1_250_000  # of HalfCheetah: beyond a return of 5,000, in two or three minutes of slow cores
+STEPS = 1_250_000  # with which HalfCheetah gets beyond a return of 5,000
 EVALUATED = "charts/eval_return"
 PANEL = (240, 180)  # width and height of a robot's picture
 FRAMES_PER_SECOND = 12
@@ -44,7 +44,9 @@ def is_kept(minutes: list[float], kept: list[dict], elapsed: float) -> bool:
 
 def train(task: str, options: argparse.Namespace, bar) -> dict:
     """Learns a task -> {task, evaluations, shots}; ValueError says what went wrong."""
-    steps = race.STEPS[task] * options.minutes if options.minutes else options.steps
+    steps = (
+        race.STEPS["PPO on worlds"][task] * options.minutes if options.minutes else options.steps
+    )
     rollout = 64 * 128
     name = f"robot-{time.time_ns()}"
     command = [sys.executable, f"leanrl/{SCRIPT}.py", "--compile", "--env-id", task]
@@ -75,7 +77,7 @@ def train(task: str, options: argparse.Namespace, bar) -> dict:
     limit = 60 * options.minutes * 1.5 if options.minutes else math.inf
     log = options.out / f"logs/robot-{task}.log"
     run = processes.run_and_read(command, log, progress, task, limit=limit)
-    if len(shots) < len(options.film) or options.film[-1] == math.inf:
+    if len(shots) < len(options.film):
         keep(run.path / "checkpoint.pt")
     found = run_dirs.read_series(run.path, [EVALUATED])[EVALUATED]
     imports = max(int(run.path.name.rpartition("__")[2]) - started, 0)  # before the first event
@@ -98,7 +100,7 @@ def draw(robots: list[dict], stem: Path) -> None:
         seconds, _, returns = np.array(robot["evaluations"]).T
         ax.plot(seconds, returns, "o-", color=curves.COLOURS["compile"])
         title = f"{robot['task']}: {returns[-1]:,.0f} after {seconds[-1]:.0f} s"
-        ax.set(title=title, xlabel="seconds since the start, compilation included")
+        ax.set(title=title, xlabel="seconds since the start, of which all count")
         ax.set(xlim=(0, None), ylim=(min(0, *returns), 1.05 * max(returns)))
     panels[0][0].set_ylabel("return of ten episodes without noise")
     curves.save(figure, stem)
@@ -178,13 +180,13 @@ def try_to_shoot(record: Path) -> str:
         if done.returncode == 0:
             return f"film: {run_dirs.shown(record.with_suffix('.gif'))}"
         *_, reason = done.stderr.strip().splitlines() or ["it does not say why"]
-    return f"no film: OpenGL cannot draw here (Debian, Ubuntu: apt install libegl1): {reason}"
+    return f"no film: {reason} (MuJoCo draws by OpenGL; Debian, Ubuntu: apt install libegl1)"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out", "--steps")
     parser.set_defaults(steps=STEPS)
-    parser.add_argument("--tasks", nargs="+", choices=race.STEPS, default=["HalfCheetah-v5"])
+    parser.add_argument("--tasks", nargs="+", choices=race.LEVELS, default=["HalfCheetah-v5"])
     parser.add_argument("--minutes", type=run_dirs.few, help="instead of --steps")
     parser.add_argument("--film", nargs="+", type=float, default=[0, math.inf], help="minutes")
     parser.add_argument("--shoot", type=Path, help="internal: the film of this record")

@@ -1,8 +1,10 @@
 """Runs that have the same minutes of a core: what returns and race share.
 
-A run is a process of its own on a core of its own. The minutes are of processor time, of the
-process and of those that it has waited for, so that what else the machine does matters less;
-evaluations do not count. A file keeps what is done, and the next call goes on from there.
+A run is a process of its own on a core of its own, whose compilers find nothing that was compiled
+before. The minutes are of processor time, of the process and of those that it has waited for, so
+that what else the machine does matters less; evaluations do not count. A file keeps what is done,
+and the next call goes on from there: a run that a changed script would make otherwise is deleted
+from it by hand. Each run has its commit, machine and versions.
 """
 
 import argparse
@@ -10,7 +12,9 @@ import json
 import os
 import queue
 import re
+import shlex
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +24,8 @@ import processes
 import run_dirs
 import tqdm
 
+VERSIONS = re.compile("^versions (.*)$", re.MULTILINE)
+PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sbx-rl", "jax")
 # on a line of its own or after the progress bar
 LINE = re.compile(r"after ([\d.]+) min: (\d+) \w+, return (\S+)$", re.MULTILINE)
 
@@ -46,12 +52,19 @@ def say(seconds: float, number: int, unit: str, mean_return: float) -> None:
     print(f"after {seconds / 60:.2f} min: {number} {unit}, return {mean_return:.1f}", flush=True)
 
 
-def read(log: Path) -> list[list[float]]:
-    """[minutes, steps or updates, return] of each evaluation; ValueError if there is none."""
-    found = LINE.findall(log.read_text(errors="replace"))
+def say_versions() -> None:
+    print(f"versions {json.dumps(run_dirs.versions(PACKAGES))}", flush=True)
+
+
+def read(log: Path) -> dict:
+    """{evaluations: [[minutes, steps or updates, return], ...], versions}; ValueError without."""
+    text = log.read_text(errors="replace")
+    found = LINE.findall(text)
     if not found:
         raise ValueError("was not evaluated")
-    return [list(map(float, numbers)) for numbers in found]
+    evaluations = [list(map(float, numbers)) for numbers in found]
+    versions = VERSIONS.search(text)
+    return {"evaluations": evaluations, "versions": json.loads(versions[1]) if versions else {}}
 
 
 def train(
@@ -72,10 +85,10 @@ def train(
 
     class TimedRun(script.Run):
         def due(self, every, at_end=False):
-            """An evaluation after each of the moments and at the end, and nothing else."""
+            """An evaluation after each of the moments and at the end."""
             nonlocal shown
             if every != self.args.eval_every:
-                return False
+                return super().due(every, at_end)
             if not warmup and not self.watch.warmup_seconds:
                 clock.go_back(0.0)
                 return False
@@ -83,6 +96,7 @@ def train(
             return shown >= 60 * waiting[0] or self.step >= self.total_steps
 
         def write(self, row, step=None):
+            super().write(row, step)
             if "charts/eval_return" not in row:
                 return
             clock.go_back(shown)
@@ -106,53 +120,87 @@ def make(
     """Makes those runs (name, task, seed) of a `kind` that are not yet in its file.
 
     The file is options.out/PROGRAM.json. A name's worker is the program itself, by `python`(name)
-    or this Python. Returns all runs in the file, and what went wrong with others.
+    or this Python. Returns all runs in the file, also of other lengths, and what went wrong.
     """
     program = Path(sys.argv[0])
     path = options.out / f"{program.stem}.json"
-    runs = run_dirs.read_json(path)["runs"] if path.exists() else []
-    mine = [run for run in runs if run["minutes"] == options.minutes]
+
+    def kept() -> list[dict]:
+        return run_dirs.read_json(path)["runs"] if path.exists() else []
+
+    mine = [run for run in kept() if run["minutes"] == options.minutes]
     made = {(run[kind], run["task"], run["seed"]) for run in mine}
     wanted = [run for run in wanted if run not in made]
-    here = run_dirs.this_machine()
-    here["cpu"]["threads"] = 1
-    here["versions"] |= run_dirs.versions(["mujoco"])
-    hardware = run_dirs.machine([here])
     cores: queue.Queue = queue.Queue()
     for core in os.sched_getaffinity(0):
         cores.put(core)
-    environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     failures = []
     writing = threading.Lock()
+    interrupted = threading.Event()
     bar = tqdm.tqdm(total=len(wanted), unit="run")
+
+    def go_on(log: Path) -> None:
+        if interrupted.is_set():
+            raise ValueError("was interrupted")
 
     def work(run: tuple) -> None:
         name, task, seed = run
         log = options.out / "logs" / (re.sub(r"\W+", "-", f"{kind}-{name}-{task}-{seed}") + ".log")
         command = [python(name) or sys.executable, str(program), "--worker", name]
         command += ["--tasks", task, "--seed", str(seed), "--minutes", str(options.minutes)]
+        here = run_dirs.this_machine()
+        here["cpu"]["threads"] = 1
         core = cores.get()
         try:
             pinned = ["taskset", "-c", str(core), *command]
-            status = processes.run_logged(pinned, log, environment=environment)
-            rows = processes.read_log(status, log, f"{name}, {task}, seed {seed}", read)
+            with tempfile.TemporaryDirectory() as cache:
+                environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+                environment["TORCHINDUCTOR_CACHE_DIR"] = cache
+                status = processes.run_logged(pinned, log, go_on, environment)
+            found = processes.read_log(status, log, f"{name}, {task}, seed {seed}", read)
         except ValueError as failure:
             failures.append(str(failure))
             return
         finally:
             cores.put(core)
-        result = {kind: name, "task": task, "seed": seed, "minutes": options.minutes}
+        here["versions"] |= found.pop("versions")
+        result = {kind: name, "task": task, "seed": seed, "minutes": options.minutes, **found}
+        result["machine"] = run_dirs.machine([here])
         with writing:
             bar.update()
-            runs.append(result | {"evaluations": rows, "machine": hardware})
-            path.write_text(json.dumps({"schema": 1, "runs": runs}, indent=1) + "\n")
+            record = {"schema": 1, "runs": [*kept(), result]}
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(record, indent=1) + "\n")
+            partial.replace(path)
 
     with bar, ThreadPoolExecutor(cores.qsize()) as pool:
-        list(pool.map(work, wanted))
-    return runs, failures
+        try:
+            list(pool.map(work, wanted))
+        except BaseException:
+            interrupted.set()  # which the threads see, and end their runs
+            pool.shutdown(cancel_futures=True)
+            raise
+    return kept(), failures
 
 
-def describe(runs: list[dict]) -> list[str]:
-    """The machines that made the runs, a line for each thing that differs between them."""
-    lines = [line for run in runs for line in run_dirs.describe(run["machine"])]
-    return list(dict.fromkeys(lines))
+def report(
+    kind: str,
+    title: str,
+    runs: list[dict],
+    minutes: int,
+    table: list[list[str]],
+    rows: list[dict],
+    stem: Path,
+) -> None:
+    """Writes all runs in the file, and the table of those of these minutes."""
+    mine = [run for run in runs if run["minutes"] == minutes]
+    words = ["python", f"plots/measure/{stem.name}.py", "--minutes", str(minutes)]
+    words += ["--seeds", str(max((run["seed"] for run in mine), default=1))]
+    for option, key in ((f"--{kind}s", kind), ("--tasks", "task")):
+        words += [option, *dict.fromkeys(run[key] for run in mine)]
+    command = shlex.join(words)
+    lines = [line for run in mine for line in run_dirs.describe(run["machine"])]
+    above = [f"{title}: {command}", *dict.fromkeys(lines)]
+    above.append(f"{minutes} minutes per run, in processor time, a core each")
+    record = {"schema": 1, "command": command, "table": table, "rows": rows, "runs": runs}
+    run_dirs.write_report(stem, above, table, [], record)
