@@ -7,9 +7,10 @@ r"""Soft Actor-Critic (SAC) on thousands of MuJoCo worlds in one batch: the base
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
 evaluated. Otherwise it is sac_continuous_action.py with replay on the device, observations that are
-normalized by running statistics (SimBa, arXiv:2410.09754), an update for every 4 environment steps,
-since FastTD3 (arXiv:2505.22642) makes fewer updates than steps, too, and one policy step, not two,
-for every two updates. A batch has 64 transitions, not 256: a core makes more of such updates.
+normalized by running statistics (SimBa, arXiv:2410.09754), rewards that are scaled by those of
+returns (SimbaV2, arXiv:2502.15280), an update for every 4 environment steps, since FastTD3
+(arXiv:2505.22642) makes fewer updates than steps, too, and one policy step, not two, for every two
+updates. A batch has 64 transitions, not 256: a core makes more of such updates.
 Other than CleanRL's: env_id HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64, batch_size 64,
 utd_ratio 0.25 (CleanRL's script has no such flag: it is 1), and a row of metrics every 100 steps of
 all environments. Its twin sac_mujoco_gpu_torchcompile.py is this file with the hunks marked
@@ -89,13 +90,14 @@ class Args:
     q_lr: float = 1e-3  # learning rate of the Q-networks and of the temperature
     policy_frequency: int = 2  # every n-th update updates the policy, once
     target_network_frequency: int = 1  # every n-th update updates the target networks
-    alpha: float = 0.2  # entropy temperature where it is not tuned
+    alpha: float = 0.2  # entropy temperature where it is not tuned, for scaled rewards
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
 
 
 LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for the device
 STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # the range of the policy's log_std, as in CleanRL
+FIRST_ALPHA = 0.01  # temperature at first where it is tuned, for rewards that are scaled: SimbaV2's
 
 
 # Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
@@ -565,28 +567,43 @@ class SAC(nn.Module):
         q_networks = [mlp(obs_dim + action_dim, 1) for _ in range(2)]
         self.qf = TwinQ(q_networks)
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
-        log_alpha = 0.0 if args.autotune else math.log(args.alpha)
-        self.log_alpha = nn.Parameter(torch.tensor([log_alpha]))
+        alpha = FIRST_ALPHA if args.autotune else args.alpha
+        log_alpha = torch.tensor([math.log(alpha)])
+        self.log_alpha = nn.Parameter(log_alpha)
         self.register_buffer("observed", torch.zeros(()))  # steps of all N worlds, in these means
         self.register_buffer("obs_mean", torch.zeros(obs_dim))
         self.register_buffer("obs_square", torch.ones(obs_dim))
+        self.register_buffer("return_mean", torch.zeros(()))
+        self.register_buffer("return_square", torch.ones(()))
+        returns = torch.zeros(args.num_envs)  # discounted, of each episode so far
+        self.register_buffer("returns", returns, persistent=False)
         self.to(device)
         self.q_optimizer = Adam(self.qf.parameters(), lr=args.q_lr, fused=True)
         self.actor_optimizer = Adam(self.actor.parameters(), lr=args.policy_lr, fused=True)
         self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr, fused=True)
         self.optimizers = self.q_optimizer, self.actor_optimizer, self.alpha_optimizer
 
-    def observe(self, obs: Tensor) -> None:
-        """Takes the observations of a step (N, O) into the statistics."""
+    def observe(self, obs: Tensor, rewards: Tensor, ended: Tensor) -> None:
+        """Takes a step into the statistics: obs (N, O), rewards and ends of either kind (N,)."""
         self.observed += 1
-        self.obs_mean.lerp_(obs.mean(dim=0), 1 / self.observed)
-        self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.observed)
+        share = 1 / self.observed
+        self.obs_mean.lerp_(obs.mean(dim=0), share)
+        self.obs_square.lerp_(obs.square().mean(dim=0), share)
+        self.returns.mul_(self.args.gamma).add_(rewards)
+        self.return_mean.lerp_(self.returns.mean(), share)
+        self.return_square.lerp_(self.returns.square().mean(), share)
+        self.returns.masked_fill_(ended, 0)
 
     def normalize(self, obs: Tensor) -> Tensor:
         """obs (B, O) -> what the networks see (B, O), as in SimBa (arXiv:2410.09754)."""
         variance = self.obs_square - self.obs_mean.square()
         obs = (obs - self.obs_mean) * (variance.clamp(min=0) + 1e-4).rsqrt()
         return obs.clamp(-10, 10)
+
+    def scale(self, rewards: Tensor) -> Tensor:
+        """Rewards (B,), in deviations of discounted returns, as in SimbaV2 (arXiv:2502.15280)."""
+        variance = self.return_square - self.return_mean.square()
+        return rewards * (variance.clamp(min=0) + 1e-4).rsqrt()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
@@ -599,6 +616,7 @@ class SAC(nn.Module):
         batch = batch._replace(
             obs=self.normalize(batch.obs),
             next_obs=self.normalize(batch.next_obs),
+            rewards=self.scale(batch.rewards),
         )
         losses, values = critic_loss(self, batch, noise, self.args.gamma)
         gradient_step(losses.sum(), self.q_optimizer)
@@ -684,7 +702,6 @@ def main(args: Args) -> Path:
         while run.step < run.total_steps:
             # 1. Act: uniformly at random at first, then by the policy.
             with run.stage("inference"):
-                agent.observe(obs)
                 if run.step < args.learning_starts:
                     share = torch.rand(args.num_envs, action_dim, device=device)
                     width = envs.high - envs.low
@@ -708,6 +725,7 @@ def main(args: Args) -> Path:
             # 3. Step the environments.
             with run.stage("simulation"):
                 next_obs, rewards, terminated, _, infos = envs.step(actions)
+                agent.observe(obs, rewards, infos["_episode"])
 
             # 4. Store. Where an episode ended, next_obs is already the next episode's first.
             with run.stage("replay"):

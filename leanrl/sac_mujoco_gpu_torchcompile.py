@@ -93,13 +93,14 @@ class Args:
     q_lr: float = 1e-3  # learning rate of the Q-networks and of the temperature
     policy_frequency: int = 2  # every n-th update updates the policy, once
     target_network_frequency: int = 1  # every n-th update updates the target networks
-    alpha: float = 0.2  # entropy temperature where it is not tuned
+    alpha: float = 0.2  # entropy temperature where it is not tuned, for scaled rewards
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
 
 
 LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for the device
 STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # the range of the policy's log_std, as in CleanRL
+FIRST_ALPHA = 0.01  # temperature at first where it is tuned, for rewards that are scaled: SimbaV2's
 
 
 # Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
@@ -648,11 +649,16 @@ class SAC(nn.Module):
         q_networks = [mlp(obs_dim + action_dim, 1) for _ in range(2)]
         self.qf = TwinQ(q_networks)
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
-        log_alpha = 0.0 if args.autotune else math.log(args.alpha)
-        self.log_alpha = nn.Parameter(torch.tensor([log_alpha]))
+        alpha = FIRST_ALPHA if args.autotune else args.alpha
+        log_alpha = torch.tensor([math.log(alpha)])
+        self.log_alpha = nn.Parameter(log_alpha)
         self.register_buffer("observed", torch.zeros(()))  # steps of all N worlds, in these means
         self.register_buffer("obs_mean", torch.zeros(obs_dim))
         self.register_buffer("obs_square", torch.ones(obs_dim))
+        self.register_buffer("return_mean", torch.zeros(()))
+        self.register_buffer("return_square", torch.ones(()))
+        returns = torch.zeros(args.num_envs)  # discounted, of each episode so far
+        self.register_buffer("returns", returns, persistent=False)
         self.to(device)
         # speed: the Adam above, which compiles and captures with the rest of an update
         self.q_optimizer = Adam(self.qf.parameters(), lr=args.q_lr)
@@ -660,17 +666,27 @@ class SAC(nn.Module):
         self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr)
         self.optimizers = self.q_optimizer, self.actor_optimizer, self.alpha_optimizer
 
-    def observe(self, obs: Tensor) -> None:
-        """Takes the observations of a step (N, O) into the statistics."""
+    def observe(self, obs: Tensor, rewards: Tensor, ended: Tensor) -> None:
+        """Takes a step into the statistics: obs (N, O), rewards and ends of either kind (N,)."""
         self.observed += 1
-        self.obs_mean.lerp_(obs.mean(dim=0), 1 / self.observed)
-        self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.observed)
+        share = 1 / self.observed
+        self.obs_mean.lerp_(obs.mean(dim=0), share)
+        self.obs_square.lerp_(obs.square().mean(dim=0), share)
+        self.returns.mul_(self.args.gamma).add_(rewards)
+        self.return_mean.lerp_(self.returns.mean(), share)
+        self.return_square.lerp_(self.returns.square().mean(), share)
+        self.returns.masked_fill_(ended, 0)
 
     def normalize(self, obs: Tensor) -> Tensor:
         """obs (B, O) -> what the networks see (B, O), as in SimBa (arXiv:2410.09754)."""
         variance = self.obs_square - self.obs_mean.square()
         obs = (obs - self.obs_mean) * (variance.clamp(min=0) + 1e-4).rsqrt()
         return obs.clamp(-10, 10)
+
+    def scale(self, rewards: Tensor) -> Tensor:
+        """Rewards (B,), in deviations of discounted returns, as in SimbaV2 (arXiv:2502.15280)."""
+        variance = self.return_square - self.return_mean.square()
+        return rewards * (variance.clamp(min=0) + 1e-4).rsqrt()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
@@ -683,6 +699,7 @@ class SAC(nn.Module):
         batch = batch._replace(
             obs=self.normalize(batch.obs),
             next_obs=self.normalize(batch.next_obs),
+            rewards=self.scale(batch.rewards),
         )
         losses, values = critic_loss(self, batch, noise, self.args.gamma)
         gradient_step(losses.sum(), self.q_optimizer)
@@ -847,7 +864,6 @@ def main(args: Args) -> Path:
         while run.step < run.total_steps:
             # 1. Act: uniformly at random at first, then by the policy.
             with run.stage("inference"):
-                agent.observe(obs)
                 if run.step < args.learning_starts:
                     share = torch.rand(args.num_envs, action_dim, device=device)
                     width = envs.high - envs.low
@@ -871,6 +887,7 @@ def main(args: Args) -> Path:
             # 3. Step the environments.
             with run.stage("simulation"):
                 next_obs, rewards, terminated, _, infos = envs.step(actions)
+                agent.observe(obs, rewards, infos["_episode"])
 
             # 4. Store. Where an episode ended, next_obs is already the next episode's first.
             with run.stage("replay"):

@@ -1363,15 +1363,27 @@ BUGS = [
     ),
     Bug(
         "leanrl/sac_mujoco_*.py",
-        "self.obs_square.lerp_(obs.square().mean(dim=0), 1 / self.observed)",
-        "self.obs_square.lerp_(obs.square().mean(dim=0), 0.01)",
+        "share = 1 / self.observed",
+        "share = 0.01",
         "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
     ),
     Bug(
         "leanrl/sac_mujoco_*.py",
-        "agent.observe(obs)\n                if",
-        "agent.observe(obs[:1])\n                if",
+        'agent.observe(obs, rewards, infos["_episode"])',
+        "agent.observe(next_obs, rewards, terminated)",
         "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "self.returns.masked_fill_(ended, 0)",
+        "self.returns.masked_fill_(~ended, 0)",
+        "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
+    ),
+    Bug(
+        "leanrl/sac_mujoco_*.py",
+        "rewards=self.scale(batch.rewards),",
+        "rewards=batch.rewards,",
+        "test_mujoco_runs.py::test_sacs_updates_are_those_of_one_environment",
     ),
     Bug(
         "leanrl/sac_mujoco_*.py",

@@ -231,10 +231,6 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
     run_dir = train(module, **more, seed=1)
     happened, agent = account(calls), of(calls, "__init__")[0].owner
     prepares = of(calls, "prepare")
-    seen = happened.obs[:-1].double()
-    torch.testing.assert_close(agent.obs_mean.double(), seen.mean((0, 1)), atol=1e-5, rtol=1e-5)
-    squares = seen.square().mean((0, 1))
-    torch.testing.assert_close(agent.obs_square.double(), squares, atol=1e-4, rtol=1e-5)
     kinds = happened.terminated, happened.truncated
     assert (kinds[0] & ~kinds[1]).any() and (kinds[1] & ~kinds[0]).any()
     assert (kinds[0] & kinds[1]).any() and len(happened.actions) == 48 and len(prepares) == 3
@@ -425,6 +421,19 @@ def intended(agent, obs, noise):
     return LOW + (HIGH - LOW) * ((mean + log_std.exp() * noise).tanh() + 1) / 2
 
 
+def discounted(happened, gamma):
+    """The return of each world's episode up to each step, later rewards counting more (T, N)."""
+    found = []
+    for world in range(happened.rewards.shape[1]):
+        total = 0.0
+        for t, reward in enumerate(happened.rewards[:, world].tolist()):
+            total = gamma * total + reward
+            found.append(total)
+            if happened.terminated[t, world] or happened.truncated[t, world]:
+                total = 0.0
+    return torch.tensor(found, dtype=torch.float64)
+
+
 def state_of(rb, *_):
     """Of either script's buffer: its rows (those in use), their number and where it goes on."""
     data = rb.data if isinstance(rb.data, torch.Tensor) else torch.cat(as_rows(rb.data), dim=1)
@@ -467,9 +476,7 @@ def assert_sac_run(calls, ring, first_step=0, total=400):
     updates = max(int((first_step - 162) * 0.375), 0)
     for t, step in enumerate(range(first_step, total, 4)):
         obs, actions = happened.obs[t], happened.actions[t]
-        # 1. Act, after a look at where each world is
-        observe = rest.pop(0)
-        assert observe.name == "observe" and torch.equal(observe.args[0], obs)
+        # 1. Act
         if step < 162:
             shares.append((actions - LOW) / (HIGH - LOW))
         else:
@@ -497,8 +504,11 @@ def assert_sac_run(calls, ring, first_step=0, total=400):
                 assert torch.equal(others[0].args[0], sample.result.obs)
                 noises.append(others[0].args[1])
         # 3. Step, 4. store
-        (one, add), rest = rest[:2], rest[2:]
-        assert (one.name, add.name) == ("step", "add")
+        (one, observe, add), rest = rest[:3], rest[3:]
+        assert (one.name, observe.name, add.name) == ("step", "observe", "add")
+        ended = happened.terminated[t] | happened.truncated[t]
+        for found, given in zip(observe.args, (obs, happened.rewards[t], ended), strict=True):
+            assert torch.equal(found, given)
         torch.testing.assert_close(add.found, (ring.rows, ring.position), atol=0, rtol=0)
         for name, expected in (
             ("obs", obs),
@@ -544,6 +554,14 @@ def test_sac_stores_and_learns_from_what_happened(module, record, small_worlds, 
     run_dir = train(module, eval_every=150, save_model=True)
     ring, agent = empty_ring(), of(calls, "__init__")[0].owner
     happened = assert_sac_run(calls, ring)
+    seen = happened.obs[:-1].double()
+    torch.testing.assert_close(agent.obs_mean.double(), seen.mean((0, 1)), atol=1e-5, rtol=1e-5)
+    squares = seen.square().mean((0, 1))
+    torch.testing.assert_close(agent.obs_square.double(), squares, atol=1e-4, rtol=1e-5)
+    returns = discounted(happened, agent.args.gamma)
+    found = torch.stack([agent.return_mean, agent.return_square]).double()
+    expected = torch.stack([returns.mean(), returns.square().mean()])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     kinds = happened.terminated, happened.truncated
     assert (kinds[0] & ~kinds[1]).any() and (kinds[1] & ~kinds[0]).any()
 
@@ -623,9 +641,12 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
             torch.manual_seed(0)
             agents.append(each.SAC(each.Args(**flags, autotune=autotune), 11, space, CPU))
         mine, classic = agents
+        assert mine.log_alpha.exp().item() == pytest.approx(0.01 if autotune else 0.3)
+        classic.log_alpha.data.copy_(mine.log_alpha)
         means, widths = torch.linspace(-5, 20, 11), torch.logspace(-2, 2, 11)
         for _ in range(3):
-            mine.observe(means + widths * torch.randn(50, 11))
+            ends = torch.rand(64) < 0.3
+            mine.observe(means + widths * torch.randn(64, 11), 5 + 3 * torch.randn(64), ends)
             batch = reference.Batch(
                 obs=means + 4 * widths * torch.randn(16, 11),  # some of it beyond 10 deviations
                 actions=intended(mine, torch.randn(16, 11), torch.randn(16, 3)),
@@ -634,7 +655,9 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
                 terminated=(torch.rand(16) < 0.3).float(),
             )
             inputs = batch._replace(
-                obs=normalized(mine, batch.obs), next_obs=normalized(mine, batch.next_obs)
+                obs=normalized(mine, batch.obs),
+                next_obs=normalized(mine, batch.next_obs),
+                rewards=batch.rewards / (mine.return_square - mine.return_mean**2 + 1e-4).sqrt(),
             )
             noise, results = torch.randn(2, 16, 3), []
             for agent, seen in ((mine, batch), (classic, inputs)):
@@ -643,9 +666,10 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
                 agent.update_target()
             torch.testing.assert_close(*results)
         (weights, steps), (others, other_steps) = map(whole_state, agents)
-        for name in ("observed", "obs_mean", "obs_square"):
+        for name in ("observed", "obs_mean", "obs_square", "return_mean", "return_square"):
             del weights[name]
-        torch.testing.assert_close((weights, steps), (others, other_steps))
+        # Adam's steps are of 2e-3 and more, also where a gradient is nearly nothing
+        torch.testing.assert_close((weights, steps), (others, other_steps), atol=5e-5, rtol=1e-3)
         assert agents[0].target_entropy == -3
 
 
@@ -719,7 +743,7 @@ def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, tm
     args = module.Args(env_id="Uneven-v0", eval_episodes=6, seed=5)
     if is_sac(module):
         agent = module.SAC(args, 4, Uneven.action_space, CPU)
-        agent.observe(3 + 2 * torch.randn(100, 4))
+        agent.observe(3 + 2 * torch.randn(64, 4), torch.zeros(64), torch.zeros(64).bool())
         with torch.no_grad():
             for parameter in agent.actor.network.parameters():
                 parameter.mul_(3)

@@ -18,11 +18,11 @@ GAMMA = 0.9
 def module(monkeypatch):
     """The script, which is whole again after the test."""
     script = sac_mujoco_gpu_torchcompile
-    for name in ("mlp", "critic_loss", "actor_loss"):
+    for name in ("mlp", "critic_loss", "actor_loss", "FIRST_ALPHA"):
         monkeypatch.setattr(script, name, getattr(script, name))
     for kind, names in {
         "ReplayBuffer": ["add"],
-        "SAC": ["__init__", "normalize"],
+        "SAC": ["normalize", "scale"],
     }.items():
         found = getattr(script, kind)
         for name in names:
@@ -82,30 +82,9 @@ def test_three_steps_are_summed_to_the_end_of_an_episode(module):
     assert len(endings) == 7, "each way to end at each step has come"
 
 
-def test_rewards_are_scaled_by_the_deviation_of_returns(module):
-    stored = []
-    module.ReplayBuffer.add = lambda self, batch: stored.append(batch)
-    module.critic_loss = lambda agent, batch: batch.rewards
-    returns.scale_rewards(module)
-    buffer = SimpleNamespace(args=SimpleNamespace(gamma=GAMMA))
-    steps = transitions(module, 40, 5)
-    seen = []
-    running = torch.zeros(5)
-    for batch, ended in steps:
-        module.ReplayBuffer.add(buffer, batch)
-        running = GAMMA * running + batch.rewards
-        seen.append(running)
-        running = running * ~ended
-    batch, _ = steps[-1]
-    scaled = module.critic_loss(None, batch)
-    deviation = torch.cat(seen).std(correction=0)
-    torch.testing.assert_close(scaled, batch.rewards / deviation, rtol=1e-3, atol=0)
-    assert torch.equal(stored[-1].rewards, batch.rewards)
-
-
 def agent_of(module, obs_dim=3):
     torch.manual_seed(1)
-    args = module.Args(batch_size=8)
+    args = module.Args(batch_size=8, num_envs=500)
     space = gym.spaces.Box(-np.ones(2, np.float32), np.ones(2, np.float32))
     return module.SAC(args, obs_dim, space, torch.device("cpu"))
 
@@ -147,7 +126,7 @@ def test_a_categorical_critic_keeps_the_mean_of_its_targets(module):
     assert loss.shape == () and log_probs.shape == (8,)
 
 
-def test_layers_are_normalized_and_observations_raw(module):
+def test_layers_are_normalized_and_what_is_observed_raw(module):
     returns.normalize_layers(returns.RMSNorm, module)
     agent = agent_of(module)
     x = torch.randn(4, 256) * 7
@@ -155,7 +134,7 @@ def test_layers_are_normalized_and_observations_raw(module):
     torch.testing.assert_close(norm(x), torch.nn.RMSNorm(256, eps=1e-5)(x))
     assert sum(isinstance(part, returns.RMSNorm) for part in agent.actor.modules()) == 2
     observations = 3 + 5 * torch.randn(500, 3)
-    agent.observe(observations)
+    agent.observe(observations, 9 * torch.rand(500), torch.zeros(500).bool())
     seen = []
     agent.actor.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     agent.act(observations, torch.zeros(500, 2))
@@ -164,6 +143,9 @@ def test_layers_are_normalized_and_observations_raw(module):
     returns.take_raw_observations(module)
     agent.act(observations, torch.zeros(500, 2))
     assert torch.equal(seen[1], observations)
+    assert agent.scale(torch.ones(1)) < 0.9 and agent.log_alpha < -4
+    returns.take_raw_rewards(module)
+    assert agent.scale(torch.ones(1)) == 1 and agent_of(module).log_alpha == 0
 
 
 def test_a_residual_block_adds_to_what_it_is_given(module):

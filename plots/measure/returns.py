@@ -17,7 +17,6 @@ Written to --out: returns.md, returns.json and logs/. Exit status 1 if a run fai
 """
 
 import importlib
-import math
 import statistics
 from functools import partial
 
@@ -96,74 +95,22 @@ def add_blocks(module) -> None:
 # Scales
 
 
-class Statistics:
-    """Running mean and deviation of rows (Chan et al., 1979), in tensors that keep their places."""
-
-    def __init__(self, size: int):
-        self.count = 0
-        self.mean = torch.zeros(size)
-        self.sum_squares = torch.zeros(size)
-        self.scale = torch.ones(size)  # 1 / deviation
-
-    def add(self, x) -> None:
-        count = len(x)
-        self.count += count
-        mean = x.mean(0)
-        delta = mean - self.mean
-        self.mean += delta * count / self.count
-        between = delta.square() * count * (self.count - count) / self.count
-        self.sum_squares += (x - mean).square().sum(0) + between
-        self.scale.copy_((self.sum_squares / self.count + 1e-4).rsqrt())
-
-
 def take_raw_observations(module) -> None:
     """Observations in their own units."""
     module.SAC.normalize = lambda self, obs: obs
 
 
-def ends(transitions, next_transitions):
-    """Where an episode ended, also by its time limit: the next step is from another observation."""
-    return (transitions.next_obs != next_transitions.obs).any(1)
-
-
-def scale_rewards(module) -> None:
-    """By the deviation of the discounted return so far, as SimbaV2 (arXiv:2502.15280).
-
-    The temperature begins at 0.01, as there: 1 would be more than all that is left of a reward.
-    """
-    statistics_of_returns = Statistics(1)
-    state = {}
-    make = module.SAC.__init__
-    add, critic_loss = module.ReplayBuffer.add, module.critic_loss
-
-    def make_colder(self, *given) -> None:
-        make(self, *given)
-        self.log_alpha.data.fill_(math.log(0.01))
-
-    def add_and_count(self, transitions) -> None:
-        returns = transitions.rewards
-        if state:
-            goes_on = ~ends(state["last"], transitions)
-            returns = returns + self.args.gamma * goes_on * state["returns"]
-        state["returns"] = returns
-        state["last"] = module.Batch._make(x.clone() for x in transitions)
-        statistics_of_returns.add(returns[:, None])
-        add(self, transitions)
-
-    def scaled_loss(agent, batch, *given):
-        rewards = batch.rewards * statistics_of_returns.scale
-        return critic_loss(agent, batch._replace(rewards=rewards), *given)
-
-    module.SAC.__init__ = make_colder
-    module.ReplayBuffer.add = add_and_count
-    module.critic_loss = scaled_loss
+def take_raw_rewards(module) -> None:
+    """Rewards in their own units, and the temperature of SAC's paper at first."""
+    module.SAC.scale = lambda self, rewards: rewards
+    module.FIRST_ALPHA = 1.0
 
 
 # Targets
 
 
 def categorical_critic(module) -> None:
-    """A distribution over 101 values (C51, arXiv:1707.06887), with scaled rewards."""
+    """A distribution over 101 values (C51, arXiv:1707.06887)."""
     values_of = torch.linspace(-LARGEST, LARGEST, ATOMS)
     make = module.mlp
     module.mlp = lambda inputs, outputs: make(inputs, ATOMS if outputs == 1 else outputs)
@@ -202,7 +149,11 @@ def categorical_critic(module) -> None:
 
     module.critic_loss = critic_loss
     module.actor_loss = actor_loss
-    scale_rewards(module)
+
+
+def ends(transitions, next_transitions):
+    """Where an episode ended, also by its time limit: the next step is from another observation."""
+    return (transitions.next_obs != next_transitions.obs).any(1)
 
 
 def sum_steps(count: int, module) -> None:
@@ -238,8 +189,8 @@ CHANGES = {  # a patch of the module, or other flags
     "RMSNorm": partial(normalize_layers, RMSNorm),
     "residual blocks": add_blocks,
     "raw observations": take_raw_observations,
-    "scaled rewards": scale_rewards,
-    "categorical critic, scaled rewards": categorical_critic,
+    "raw rewards": take_raw_rewards,
+    "categorical critic": categorical_critic,
     "3 steps": partial(sum_steps, 3),
     "batches of 256, a quarter of the updates per step": {"batch_size": 256, "utd_ratio": 1 / 16},
     "batches of 32, twice the updates per step": {"batch_size": 32, "utd_ratio": 1 / 2},
