@@ -91,6 +91,8 @@ class Args:
 
 MIN_KL = 0.004  # below it an update is small, whatever is left of the run
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
+# speed: compiled updates of so many steps are worth more than one thread of a CPU
+SHARED = 2048
 
 
 # Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
@@ -675,7 +677,10 @@ class PPO(nn.Module):
 # speed: acting, advantages and an update become one compiled call each
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
-    torch.set_num_threads(1)  # layers of 64 are too small to share
+    args = agent.args
+    minibatch = args.num_envs * args.num_steps // args.num_minibatches
+    if minibatch < SHARED:
+        torch.set_num_threads(1)  # layers of 64 for a few steps are too small to share
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
