@@ -470,8 +470,8 @@ def test_whole_runs_agree_evaluate_and_resume():
 def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
     """Three runs with the same draws from the replay buffer, which is filled more than once."""
     draw_alike(monkeypatch, sac_baseline, sac_variant)
-    flags = {"total_timesteps": 1000, "save_model": True, "env_id": "InvertedPendulum-v5"}
-    flags |= {"physics": "c", "eval_every": 1000, "eval_episodes": 2, "tau": 0.1, "utd_ratio": 0.25}
+    flags = {"total_timesteps": 800, "save_model": True, "env_id": "InvertedPendulum-v5"}
+    flags |= {"physics": "c", "eval_every": 800, "eval_episodes": 2, "tau": 0.1, "utd_ratio": 0.25}
     for module in (sac_baseline, sac_variant):
         monkeypatch.setattr(module, "LOG_EVERY", 5)
     found = []
@@ -480,8 +480,8 @@ def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
         found.append((read_checkpoint(run_dir), read_scalars(run_dir)))
     (expected, rows), *others = found
     timed = "charts/S", "charts/warmup", "charts/eval"  # a pole's fall counts whole steps
-    assert len(rows["losses/qf_loss"]) == 20 and len(rows["charts/episodic_return"]) > 15
-    assert len(rows["charts/eval_return"]) == 1 and len(rows["charts/broken_worlds"]) == 25
+    assert len(rows["losses/qf_loss"]) == 15 and len(rows["charts/episodic_return"]) > 15
+    assert len(rows["charts/eval_return"]) == 1 and len(rows["charts/broken_worlds"]) == 20
     for checkpoint, its_rows in others:
         assert its_rows.keys() == rows.keys()
         for tag in (tag for tag in rows if not tag.startswith(timed)):
@@ -499,9 +499,9 @@ def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
         fields = expected["replay"]["data"].values()
         data = torch.cat([x.reshape(496, -1) for x in fields], dim=1)
         torch.testing.assert_close(checkpoint["replay"]["data"], data, rtol=1e-2, atol=1e-2)
-    flags |= {"total_timesteps": 1100, "exp_name": "2"}
+    flags |= {"total_timesteps": 900, "exp_name": "2"}
     again = train(sac_variant, **flags, resume=str(run_dir))
-    assert again == run_dir and read_checkpoint(run_dir)["global_step"] == 1096  # 137 steps of 8
+    assert again == run_dir and read_checkpoint(run_dir)["global_step"] == 896  # 112 steps of 8
     with pytest.raises(SystemExit, match="no iteration is left"):
         train(sac_variant, **flags, resume=str(run_dir))
 
