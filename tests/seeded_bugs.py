@@ -1375,8 +1375,8 @@ BUGS = [
     ),
     Bug(
         "leanrl/sac_mujoco_*.py",
-        "self.returns.masked_fill_(ended, 0)",
-        "self.returns.masked_fill_(~ended, 0)",
+        "square().mean(), share)\n        self.returns.masked_fill_(ended, 0)",
+        "square().mean(), share)\n        self.returns.masked_fill_(~ended, 0)",
         "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
     ),
     Bug(
