@@ -157,34 +157,39 @@ def ablated(algorithm: str) -> list[tuple]:
 
 
 def tricks() -> str:
-    """What the variants lose without one trick, the most valuable first."""
+    """What the variants lose without one trick, the most valuable first; a tenth or more."""
     rows = []
-    little = []
-    noise = []
     for algorithm in ("ppo", "td3", "sac"):
         for of_whole, name, worth in ablated(algorithm):
-            if worth == "noise" or of_whole > 0.9:
-                named = noise if worth == "noise" else little
-                named.append(f"{name} ({algorithm.upper()}, {of_whole:.2f}x)")
-            else:
+            if worth != "noise" and of_whole <= 0.9:
                 rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
     table = [["trick", "script", "speed without it", "us per step"]]
     table += [cells for _, cells in sorted(rows)]
-    said = f"Worth less than a tenth: {', '.join(little)}. Nothing in a round: {', '.join(noise)}."
-    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
+    return f"{as_markdown(table, labels=2)}\n"
 
 
-def growth() -> str:
-    """The speed of SAC, a column per size of networks, batches and environments."""
-    found = record("growth_cpu")
-    lines = {line[0]: line for line in found["table"]}
-    for doubled in ("batch 256", "environments 1"):  # they are "width 256"
-        lines.pop(doubled, None)
-    table = [list(cells) for cells in zip(*lines.values(), strict=True)]
-    threads = found["machine"]["cpu"]["threads"]
-    rounds = len(found["rounds"])
-    said = f"Environment steps/s, threads: {threads}, rounds: {rounds}, on "
-    said += f"{where(found['machine'])} (`growth_cpu.md`)."
+def changes() -> str:
+    """What changes of SAC on worlds are worth."""
+    found = record("sac_mujoco_ablation_cpu")
+    length = found["runs"][0]["minutes"]
+    said = f"Return after {length} minutes, mean of the second half of the evaluations, and "
+    said += (
+        "updates, before rewards were scaled (`sac_mujoco_ablation_cpu.md`). Residual blocks, a "
+    )
+    said += "categorical critic and 3 steps had been far behind (`sac_mujoco_screening_cpu.md`)."
+    return f"{as_markdown(found['table'], labels=1)}\n\n{said}\n"
+
+
+def physics() -> str:
+    """Steps/s of MuJoCo's worlds alone, beside EnvPool's."""
+    found = record("physics_cpu")
+    table = [["task", "worlds", "cores", "physics", "whole step", "EnvPool", "of EnvPool"]]
+    for row in found["rows"]:
+        line = [row["task"], f"{row['worlds']:,}", str(row["cores"])]
+        for arm in ("physics", "whole step", "EnvPool"):
+            line.append(short(row["steps_per_second"][arm]["median"]))
+        table.append([*line, f"{row['ratio']['EnvPool']:.2f}x"])
+    said = f"Environment steps/s on {where(found['machine'])} (`physics_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -348,8 +353,8 @@ def devices() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 
-FUNCTIONS = (race, speedup, field, learning, worlds, tricks, growth, overhead, environments)
-FUNCTIONS += (devices,)
+FUNCTIONS = (race, speedup, field, learning, worlds, tricks, overhead, environments)
+FUNCTIONS += (devices, changes, physics)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 

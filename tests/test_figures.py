@@ -236,12 +236,14 @@ def test_minutes_are_of_whole_runs_by_old_records_and_new_ones(key):
 
 
 RECORDS = {  # region: a record of it, and what that may lack
+    "race": ("race_cpu", "table"),
+    "changes": ("sac_mujoco_ablation_cpu", "table"),
+    "physics": ("physics_cpu", "rows"),
     "speedup": ("speedup_cpu", "rows"),
     "field": ("td3_field_cpu", "rounds"),
     "learning": ("ppo_halfcheetah_1m_baseline_cpu", "runs"),
     "worlds": ("ppo_mujoco_ant_cpu", "runs"),
     "tricks": ("td3_ablation_cpu", "rows"),
-    "growth": ("growth_cpu", "table"),
     "overhead": ("overhead_cpu", "rows"),
     "environments": ("env_scaling_cpu", "bytes_per_second"),
     "devices": ("devices_continuous_cpu", "machine"),

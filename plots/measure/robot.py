@@ -117,7 +117,8 @@ def play(task: str, checkpoint: Path) -> tuple[list[np.ndarray], float]:
     script = importlib.import_module(f"leanrl.{SCRIPT}")
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     width, height = PANEL
-    env = gym.make(task, render_mode="rgb_array", width=width, height=height)
+    size = {"width": width, "height": height}
+    env = gym.make(task, render_mode="rgb_array", camera_name="track", **size)
     args = script.Args(**saved["args"])
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     agent = script.PPO(args, *sizes, torch.device("cpu"))
