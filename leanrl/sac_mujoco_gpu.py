@@ -725,10 +725,10 @@ def main(args: Args) -> Path:
             # 3. Step the environments.
             with run.stage("simulation"):
                 next_obs, rewards, terminated, _, infos = envs.step(actions)
-                agent.observe(obs, rewards, infos["_episode"])
 
             # 4. Store. Where an episode ended, next_obs is already the next episode's first.
             with run.stage("replay"):
+                agent.observe(obs, rewards, infos["_episode"])
                 rb.add(
                     Batch(
                         obs=obs,

@@ -307,10 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     theirs = [name for name in options.entrants if name in LIBRARIES]
     if theirs and not (run_dirs.ROOT / options.field_python).exists():
         parser.error(f"no {options.field_python}: `bash run.sh race` makes it")
-    wanted = []
-    for seed in range(1, options.seeds + 1):
-        for task in options.tasks:
-            wanted += [(entrant, task, seed) for entrant in options.entrants]
+    wanted = timed.plan(options.entrants, options)
     untuned = [run for run in wanted if run[0] == "zoo's PPO" and run[1] not in ZOO]
     for run in untuned:
         wanted.remove(run)

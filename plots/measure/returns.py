@@ -280,10 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
         timed.say_versions()
         work(options.worker, *options.tasks, options.seed, options.minutes)
         return 0
-    wanted = []
-    for seed in range(1, options.seeds + 1):
-        for task in options.tasks:
-            wanted += [(change, task, seed) for change in options.changes]
+    wanted = timed.plan(options.changes, options)
     runs, failures = timed.make("change", wanted, options)
     rows = summarize([run for run in runs if run["minutes"] == options.minutes])
     title = "Changes of SAC on worlds"

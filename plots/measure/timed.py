@@ -114,6 +114,15 @@ def train(
             raise
 
 
+def plan(names: list[str], options: argparse.Namespace) -> list[tuple]:
+    """All runs (name, task, seed), each seed of all before the next one."""
+    wanted = []
+    for seed in range(1, options.seeds + 1):
+        for task in options.tasks:
+            wanted += [(name, task, seed) for name in names]
+    return wanted
+
+
 def make(
     kind: str, wanted: list[tuple], options: argparse.Namespace, python: Callable = lambda _: None
 ) -> tuple[list[dict], list[str]]:
