@@ -14,6 +14,7 @@ import ctypes
 import gc
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count, pairwise
@@ -689,6 +691,39 @@ def compile_agent(agent: PPO) -> None:
         setattr(agent, name, torch.compile(method, fullgraph=True))
 
 
+# speed: the largest part of what is compiled, which a process beside this one does
+def update_once(agent: PPO, obs_dim: int, action_dim: int) -> None:
+    """An update on zeros."""
+    steps = agent.args.num_envs * agent.args.num_steps
+    batch = Batch(
+        obs=torch.zeros(steps, obs_dim),
+        actions=torch.zeros(steps, action_dim),
+        log_probs=torch.zeros(steps),
+        values=torch.zeros(steps),
+        advantages=torch.zeros(steps),
+        returns=torch.zeros(steps),
+    )
+    agent.update(batch, torch.arange(steps).view(agent.args.num_minibatches, -1)[0])
+
+
+# speed: the compilers take tens of seconds of a first run, so two of them work at a time
+def compile_beside(call: Callable) -> None:
+    """A child process makes this call; what it compiles this one finds in the compiler's cache."""
+
+    def work():
+        with suppress(Exception):  # this process will meet it, too, and say so
+            call()
+
+    def child():
+        settings = copy_context()  # the compiler's
+        thread = threading.Thread(target=settings.run, args=[work])  # OpenMP hangs in a forked one
+        thread.start()
+        thread.join()
+
+    if len(os.sched_getaffinity(0)) > 1:
+        multiprocessing.get_context("fork").Process(target=child, daemon=True).start()
+
+
 # speed: for a GPU, one launch instead of many; a third call captures, when all is compiled
 def capture_agent(agent: PPO) -> None:
     """Acting, advantages and an epoch of learning replay what their third call has recorded.
@@ -757,6 +792,8 @@ def main(args: Args) -> Path:
         torch.backends.cuda.matmul.allow_tf32 = True
     if args.compile:
         compile_agent(agent)
+        if not on_gpu:
+            compile_beside(partial(update_once, agent, obs_dim, action_dim))
         compile_envs(envs)
     if args.cudagraphs and on_gpu:
         capture_agent(agent)

@@ -22,12 +22,15 @@ if "--compile" in sys.argv:
 import copy
 import json
 import math
+import multiprocessing
 import re
 import signal
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -433,6 +436,24 @@ def compile_agent(agent: TD3) -> None:
         setattr(agent, name, torch.compile(method, fullgraph=True))
 
 
+# speed: the compilers take tens of seconds of a first run, so two of them work at a time
+def compile_beside(call: Callable) -> None:
+    """A child process makes this call; what it compiles this one finds in the compiler's cache."""
+
+    def work():
+        with suppress(Exception):  # this process will meet it, too, and say so
+            call()
+
+    def child():
+        settings = copy_context()  # the compiler's
+        thread = threading.Thread(target=settings.run, args=[work])  # OpenMP hangs in a forked one
+        thread.start()
+        thread.join()
+
+    if len(os.sched_getaffinity(0)) > 1:
+        multiprocessing.get_context("fork").Process(target=child, daemon=True).start()
+
+
 # speed: what runs every step becomes CUDA graphs; a third call captures, when all is compiled
 def capture_agent(agent: TD3, rb: ReplayBuffer) -> None:
     """Acting, sampling and each kind of update replay what their third call has recorded.
@@ -494,6 +515,8 @@ def main(args: Args) -> Path:
     # speed: the loop does not know what is compiled or captured
     if args.compile:
         compile_agent(agent)
+        if not on_gpu:
+            compile_beside(partial(agent.update_actor, rb.batch.obs))
     if args.cudagraphs and on_gpu:
         capture_agent(agent, rb)
     elif args.cudagraphs:
