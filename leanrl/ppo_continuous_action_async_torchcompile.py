@@ -975,10 +975,14 @@ def check_args(args: Args) -> None:
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
-ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize desired_kl"""
+ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize desired_kl
+q_lambda start_e end_e"""
 AT_MOST = {
     "gamma": 1,
     "gae_lambda": 1,
+    "q_lambda": 1,
+    "start_e": 1,
+    "end_e": 1,
     "tau": 1,
     "randomize": 0.9,
     "num_envs": 1e7,

@@ -1208,6 +1208,43 @@ BUGS = [
         "lr=args.learning_rate, eps=1e-8",
         "test_atari.py::test_an_update_is_a_clipped_step_of_adam[baseline]",
     ),
+    # PQN
+    Bug(
+        "leanrl/pqn_*.py",
+        "torch.where(rollout.ended.bool(), rollout.final_values, following)",
+        "following",
+        "test_pqn.py::test_main_does_what_it_says[baseline]",
+    ),
+    Bug(
+        "leanrl/pqn_atari_envpool.py",
+        "        mixed = torch.where(ended[t].bool(), next_values[t], mixed)\n",
+        "",
+        "test_pqn.py::test_returns_are_mixtures_of_all_lengths[0.65-13-baseline]",
+    ),
+    Bug(
+        "leanrl/pqn_atari_envpool_torchcompile.py",
+        "    returns[-1] += weights[-1] * next_values[-1]\n",
+        "",
+        "test_pqn.py::test_returns_are_mixtures_of_all_lengths[0.65-13-variant]",
+    ),
+    Bug(
+        "leanrl/pqn_atari_envpool_torchcompile.py",
+        "(length > 5)",
+        "(length > 4)",
+        "test_pqn.py::test_the_optimizer_is_pytorchs",
+    ),
+    Bug(
+        "leanrl/pqn_*.py",
+        "args.exploration_fraction * args.total_timesteps",
+        "args.total_timesteps",
+        "test_pqn.py::test_exploration_decays_and_is_random[baseline]",
+    ),
+    Bug(
+        "leanrl/pqn_*.py",
+        "torch.where(explores, random_actions, actions)",
+        "torch.where(explores, actions, random_actions)",
+        "test_pqn.py::test_exploration_decays_and_is_random[baseline]",
+    ),
     # MuJoCo's worlds: PPO
     Bug(
         PPO_WORLDS,

@@ -218,6 +218,8 @@ GROUPS = {
         "Atari": ("ppo_atari_envpool", ATARI),
         "Atari, --bf16": ("ppo_atari_envpool", ATARI | {"bf16": True}),
         "Atari, --channels-last": ("ppo_atari_envpool", ATARI | {"channels_last": True}),
+        "PQN": ("pqn_atari_envpool", ATARI),
+        "PQN, --bf16": ("pqn_atari_envpool", ATARI | {"bf16": True}),
         "multi-process": ("ppo_atari_envpool_multigpu", ATARI),
         "asynchronous": ("ppo_continuous_action_async", PPO | {"collector_device": "cpu"}),
     },

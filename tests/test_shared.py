@@ -28,7 +28,8 @@ FUNCTIONS = [  # the beginning of a script's name, and what all of them share th
     (r"ppo_continuous", "make_envs ActorCritic"),  # with and without more processes
     (r"(ppo|sac)_mujoco", "CPhysics WarpPhysics MuJoCoEnvs half_cheetah hopper walker2d ant"),
     (r"(ppo|sac)_mujoco", "humanoid inverted_pendulum double_pendulum"),
-    (r"ppo_atari", "layer_init AtariEnvs ActorCritic Batch Rollout evaluate"),
+    (r"ppo_atari", "ActorCritic Batch Rollout evaluate"),
+    (r"(ppo|pqn)_atari", "layer_init AtariEnvs"),
 ]
 SCRIPTS = {path.stem: path.read_text() for path in sorted((ROOT / "leanrl").glob("*_*.py"))}
 
@@ -108,6 +109,10 @@ OFF_POLICY = {"total_timesteps": 1_000_000, "num_envs": 1, "buffer_size": 1_000_
 OFF_POLICY |= {"tau": 0.005, "batch_size": 256, "policy_frequency": 2}
 SAC = OFF_POLICY | {"learning_starts": 5_000, "policy_lr": 3e-4, "q_lr": 1e-3, "alpha": 0.2}
 SAC |= {"target_network_frequency": 1, "autotune": True}
+PQN = {"learning_rate": 2.5e-4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+PQN |= {"total_timesteps": 10_000_000, "num_envs": 8, "anneal_lr": True, "gamma": 0.99}
+PQN |= {"max_grad_norm": 10.0, "start_e": 1.0, "end_e": 0.01, "exploration_fraction": 0.1}
+PQN |= {"q_lambda": 0.65}
 TD3 = OFF_POLICY | {"learning_starts": 25_000, "learning_rate": 3e-4, "policy_noise": 0.2}
 TD3 |= {"exploration_noise": 0.1, "noise_clip": 0.5}
 COMMON = {"seed": 1, "torch_deterministic": True, "cuda": True, "track": False}
@@ -118,6 +123,7 @@ CLEANRL = {  # the defaults of its script of the same name or, for worlds and Ca
     "ppo_continuous": PPO,
     "ppo_mujoco": PPO,
     "ppo_atari": ATARI,
+    "pqn_atari": PQN,
     "ppo_cartpole": GAMES | {"total_timesteps": 500_000, "num_envs": 4, "clip_coef": 0.2},
 }
 
