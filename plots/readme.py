@@ -105,41 +105,46 @@ def speedup() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
+FIELD = {  # algorithm -> records: of several days where there are several
+    "SAC": ["sac_field_cpu", "sac_field_avx2_cpu"],
+    "TD3": ["td3_field_cpu", "td3_field_avx2_cpu"],
+    "PPO": ["ppo_field_cpu", "ppo_field_avx2_cpu"],
+    "PPO for Atari": ["ppo_atari_field_cpu"],
+    "PPO, 64 worlds against 1": ["ppo_mujoco_field_cpu"],
+    "PPO, 64 worlds each": ["ppo_mujoco_64_field_cpu"],
+}
+
+
 def field() -> str:
-    """Against other libraries, a line per algorithm."""
-    heading = ["algorithm", "Stable-Baselines3", "SBX (JAX)", "baseline", "variant"]
-    table = [[*heading, "`--compile`", "of Stable-Baselines3", "of SBX", "rounds"]]
-    titles = {"sac": "SAC", "td3": "TD3", "ppo": "PPO", "ppo_atari": "PPO for Atari"}
-    titles |= {"ppo_mujoco": "PPO, 64 worlds against 1", "ppo_mujoco_64": "PPO, 64 worlds each"}
-    for name, title in titles.items():
-        found = record(f"{name}_field_cpu")
-        rows = {row["entrant"]: row for row in found["rows"]}
-        ours = [row for name, row in rows.items() if "LeanRL" in name]
-        best = max(ours, key=lambda row: row["ratio_to_sb3"])
-        fastest = best["entrant"]
-        line = [title]
-        for entrant in ("Stable-Baselines3", "SBX", "LeanRL baseline", "LeanRL eager", fastest):
-            known = entrant in rows
-            line.append(with_range(rows[entrant]["sps_steady"], "median") if known else "-")
-        of_sbx = []
-        for turn in found["rounds"]:
-            if "SBX" in turn:
-                of_sbx.append(turn[fastest]["sps_steady"] / turn["SBX"]["sps_steady"])
-        line.append(f"**{best['ratio_to_sb3']:.2f}x**")
-        line.append(f"{statistics.median(of_sbx):.2f}x" if of_sbx else "-")
-        line.append(str(len(found["rounds"])))
-        table.append(line)
+    """Against other libraries: a line per record."""
+    heading = ["algorithm", "vectors", "Stable-Baselines3", "SBX (JAX)", "baseline", "`--compile`"]
+    table = [[*heading, "of Stable-Baselines3", "of SBX", "rounds"]]
+    for title, names in FIELD.items():
+        for name in names:
+            found = record(name)
+            rows = {row["entrant"]: row for row in found["rows"]}
+            ours = [row for entrant, row in rows.items() if "LeanRL" in entrant]
+            fastest = max(ours, key=lambda row: row["ratio_to_sb3"])["entrant"]
+            line = [title, found["machine"]["cpu"]["vectors"]]
+            for entrant in ("Stable-Baselines3", "SBX", "LeanRL baseline", fastest):
+                known = entrant in rows
+                line.append(short(rows[entrant]["sps_steady"]["median"]) if known else "-")
+            for library in ("Stable-Baselines3", "SBX"):
+                ratios = []
+                for turn in found["rounds"]:
+                    if library in turn:
+                        ratio = turn[fastest]["sps_steady"] / turn[library]["sps_steady"]
+                        ratios.append(ratio)
+                line.append(ratio_with_range(ratios) if ratios else "-")
+            table.append([*line, str(len(found["rounds"]))])
     said = "Environment steps/s, and ratios of the same round: medians (and ranges) over rounds in "
-    said += "turns (`*_field_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "
+    said += "turns (`*_field*_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "
     said += "with `--channels-last`, and its Stable-Baselines3 on that library's own environments."
-    found = record("sac_mujoco_field_cpu")
-    returns = [f"{row['entrant']}: {short(row['return']['median'])}" for row in found["rows"]]
-    minutes = found["command"].split()[-1]
-    threads = found["machine"]["cpu"]["threads"]
-    said += f" What SAC has learned on HalfCheetah after {minutes} minutes, evaluated, threads: "
-    said += f"{threads}, seeds: {len(found['rounds'])}, each with its own defaults, which matter "
-    said += f"as much as speed: {'; '.join(returns)}."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+
+
+def ratio_with_range(ratios: list[float]) -> str:
+    return f"**{statistics.median(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def ablated(algorithm: str) -> list[tuple]:
@@ -157,38 +162,33 @@ def ablated(algorithm: str) -> list[tuple]:
 
 
 def tricks() -> str:
-    """What the variants lose without one trick, the most valuable first; a tenth or more."""
+    """What the variants lose without one trick, the most valuable first; a quarter or more."""
     rows = []
     for algorithm in ("ppo", "td3", "sac"):
         for of_whole, name, worth in ablated(algorithm):
-            if worth != "noise" and of_whole <= 0.9:
+            if worth != "noise" and of_whole <= 0.75:
                 rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
     table = [["trick", "script", "speed without it", "us per step"]]
     table += [cells for _, cells in sorted(rows)]
     return f"{as_markdown(table, labels=2)}\n"
 
 
-def changes() -> str:
-    """What changes of SAC on worlds are worth."""
-    found = record("sac_mujoco_ablation_cpu")
-    length = found["runs"][0]["minutes"]
-    said = f"Return after {length} minutes, mean of the second half of the evaluations, and "
-    said += (
-        "updates, before rewards were scaled (`sac_mujoco_ablation_cpu.md`). Residual blocks, a "
-    )
-    said += "categorical critic and 3 steps had been far behind (`sac_mujoco_screening_cpu.md`)."
-    return f"{as_markdown(found['table'], labels=1)}\n\n{said}\n"
-
-
 def physics() -> str:
     """Steps/s of MuJoCo's worlds alone, beside EnvPool's."""
     found = record("physics_cpu")
-    table = [["task", "worlds", "cores", "physics", "whole step", "EnvPool", "of EnvPool"]]
-    for row in found["rows"]:
-        line = [row["task"], f"{row['worlds']:,}", str(row["cores"])]
-        for arm in ("physics", "whole step", "EnvPool"):
-            line.append(short(row["steps_per_second"][arm]["median"]))
-        table.append([*line, f"{row['ratio']['EnvPool']:.2f}x"])
+    rows = {(row["task"], row["worlds"], row["cores"]): row for row in found["rows"]}
+    table = [["task", "worlds"]]
+    for cores in (1, 2):
+        counted = "1 core" if cores == 1 else f"{cores} cores"
+        table[0] += [f"{counted}: ours", "EnvPool", "of EnvPool"]
+    for task, worlds in dict.fromkeys(key[:2] for key in rows):
+        line = [task, f"{worlds:,}"]
+        for cores in (1, 2):
+            row = rows[task, worlds, cores]
+            for arm in ("physics", "EnvPool"):
+                line.append(short(row["steps_per_second"][arm]["median"]))
+            line.append(f"{row['ratio']['EnvPool']:.2f}x")
+        table.append(line)
     said = f"Environment steps/s on {where(found['machine'])} (`physics_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
@@ -254,14 +254,34 @@ def worlds() -> str:
 
 
 def race() -> str:
-    """What each has learned after minutes of a core."""
+    """What each has learned after minutes of a core: a line per entrant, columns per task."""
     found = record("race_cpu")
-    last = found["runs"][-1]
-    said = (
-        f"Minutes are of processor time, all counted but evaluations, on {where(last['machine'])} "
-    )
-    said += "(`race_cpu.md`)."
-    return f"{as_markdown(found['table'], labels=2)}\n\n{said}\n"
+    rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
+    levels = {row["task"]: row["level"] for row in found["rows"]}
+    moments = [name for name in found["rows"][0] if name.startswith("after")]
+    heading = ["entrant"]
+    for task in levels:
+        heading += [task, f"minutes to {levels[task]:,}"]
+    table = [heading]
+    for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
+        line = [entrant]
+        for task in levels:
+            row = rows.get((entrant, task))
+            if row is None:
+                line += ["-", "-"]
+                continue
+            means = [row[moment]["mean"] if row[moment] else None for moment in moments]
+            line.append(", ".join("-" if mean is None else short(mean) for mean in means))
+            reached = row["reached"]
+            line.append(f"{statistics.fmean(reached):.1f}" if reached else "never")
+        table.append(line)
+    minutes = [re.sub(r"\D", "", moment) for moment in moments]
+    seeds = sorted({row["seeds"] for row in found["rows"]})
+    machine = where(found["runs"][-1]["machine"])
+    said = f"Returns after {', '.join(minutes[:-1])} and {minutes[-1]} minutes of processor time, "
+    said += f"seeds: {' to '.join(map(str, seeds))}, on {machine} (`race_cpu.md`, with ranges); "
+    said += "-: not run yet."
+    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
 class Reached(NamedTuple):
@@ -354,7 +374,7 @@ def devices() -> str:
 
 
 FUNCTIONS = (race, speedup, field, learning, worlds, tricks, overhead, environments)
-FUNCTIONS += (devices, changes, physics)
+FUNCTIONS += (devices, physics)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 

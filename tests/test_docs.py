@@ -24,6 +24,8 @@ from leanrl import ppo_mujoco_gpu
 from leanrl.stopwatch import NOT_SCRIPTS
 
 README = (ROOT / "README.md").read_text()
+TASKS = (ROOT / ".github/TASKS.md").read_text()
+ACT = (ROOT / ".github/ACT.md").read_text()
 SCRIPTS = {
     path.stem: importlib.import_module(f"leanrl.{path.stem}")
     for path in sorted((ROOT / "leanrl").glob("*.py"))
@@ -118,17 +120,17 @@ def test_no_measured_number_stands_outside_of_the_regions():
     assert found == ["95%"]  # the interval of a mean
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, page: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 @pytest.mark.parametrize(
     "physics", ["c", pytest.param("warp", marks=[NEEDS_WARP, pytest.mark.slow])]
 )
 def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
-    """README's MJCF file and task: worlds of both kinds, and one of Gymnasium's, say the same."""
-    (xml,) = blocks("xml")
-    (code,) = (block for block in blocks("python") if "def balance" in block)
+    """That of .github/TASKS.md: worlds of both kinds, and one of Gymnasium's, say the same."""
+    (xml,) = blocks("xml", TASKS)
+    (code,) = blocks("python", TASKS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
     monkeypatch.setattr(ppo_mujoco_gpu, "TASKS", dict(ppo_mujoco_gpu.TASKS))
@@ -166,8 +168,8 @@ def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
 
 
 def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):
-    """README's lines, as they are but for the run's name, on a run of either script."""
-    (code,) = (block for block in blocks("python") if "checkpoint.pt" in block)
+    """Those of .github/ACT.md, as they are but for the run's name, on a run of either script."""
+    (code,) = blocks("python", ACT)
     monkeypatch.chdir(tmp_path)
     settings = {"env_id": "Pendulum-v1", "batch_size": 16, "learning_starts": 20}
     for name in ("sac_continuous_action", "sac_continuous_action_torchcompile"):

@@ -237,7 +237,6 @@ def test_minutes_are_of_whole_runs_by_old_records_and_new_ones(key):
 
 RECORDS = {  # region: a record of it, and what that may lack
     "race": ("race_cpu", "table"),
-    "changes": ("sac_mujoco_ablation_cpu", "table"),
     "physics": ("physics_cpu", "rows"),
     "speedup": ("speedup_cpu", "rows"),
     "field": ("td3_field_cpu", "rounds"),
@@ -315,8 +314,6 @@ def test_arguments_that_cannot_be_meant_are_one_line(runs, tmp_path, capsys):
                 said = one_line(capsys, program.main, *first, flag, value)
                 assert f"{flag}: '{value}' is no whole number from 1 to" in said
     assert "--only ''" in one_line(capsys, speedup.main, "--quick", "--only", "")
-    assert "--minutes nan" in one_line(capsys, field.main, "--minutes", "nan")
-    assert "--minutes 0" in one_line(capsys, field.main, "--minutes", "0")
     assert "record: " in one_line(capsys, record.main, tmp_path / "file/r.json", runs)
     for program in (curves, breakdown, cross_stack):
         assert "runs: is empty" in one_line(capsys, program.main, "")

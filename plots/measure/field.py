@@ -3,7 +3,6 @@
     bash run.sh field                               makes .venv-field first, then calls this
     bash run.sh field --algorithm ppo --rounds 3
     python plots/measure/field.py --algorithm td3 --steps 3000 --field-python .venv-field/bin/python
-    bash run.sh field --algorithm sac_mujoco --rounds 1     what each learns in 30 minutes
 
 Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the variant eager and the
 variant with --compile: HalfCheetah-v5, one environment, the same number of steps. SAC and TD3: one
@@ -24,19 +23,13 @@ with seed n. All use as many threads as they choose, and a GPU if their torch or
     warm-up s       median seconds from the program's own start, imports done, to that window. It
                     has 1,000 steps with updates for the others and a hundred for ours (not in PPO)
 
-SAC on MuJoCo's worlds learns for 30 minutes (or --minutes), imports apart, and so does SAC with one
-environment, here and in the library, each with its own defaults. The worlds share an update per 4
-steps, so that their returns are to be compared, not their steps/s:
-
-    return          of the last evaluation in that time: the mean of 10 episodes by the mean action;
-                    its median over the rounds. The record has all, with their seconds and steps
+What each learns in the same minutes is the race's question: race.py.
 
 Written to plots/out/: field_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
 """
 
 import argparse
 import json
-import math
 import shlex
 import sys
 import time
@@ -55,7 +48,6 @@ OURS = {  # name -> what follows the script's name
     "LeanRL eager": ["_torchcompile.py"],
     "LeanRL compile": ["_torchcompile.py", "--compile"],
 }
-LEARN = ["--compile", "--eval-every"]
 ATARI = ["_torchcompile.py", "--compile", "--channels-last"]
 
 
@@ -72,8 +64,6 @@ class Algorithm:
     libraries: tuple = tuple(LIBRARIES)
     rows: dict = field(default_factory=lambda: OURS)
     num_envs: int = 1  # in the libraries
-    minutes: float | None = None  # then a run ends, whatever its steps
-    eval_every: int = 0  # steps, in the libraries
 
     @property
     def entrants(self) -> list[str]:
@@ -107,20 +97,6 @@ ALGORITHMS = {
         steady_after=3 * 4096,
         num_envs=64,
     ),
-    "sac_mujoco": Algorithm(
-        theirs={},
-        ours={},
-        steps=10_000_000,
-        steady_after=1100,
-        script="sac_",
-        libraries=SB3,
-        rows={
-            "LeanRL, one environment": ["continuous_action_torchcompile.py", *LEARN, "10000"],
-            "LeanRL, 64 worlds": ["mujoco_gpu_torchcompile.py", *LEARN, "50000"],
-        },
-        minutes=30,
-        eval_every=10_000,
-    ),
     "ppo_atari": Algorithm(
         theirs={
             "learning_rate": 2.5e-4,
@@ -139,14 +115,7 @@ ALGORITHMS = {
         rows=OURS | {"LeanRL compile, channels last": ATARI},
     ),
 }
-EVALUATED = "charts/eval_return"
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")
-
-
-def learned(curve: list, minutes: float | None) -> dict:
-    """What evaluations [[seconds, steps, return], ...] say of the first `minutes`."""
-    curve = [point for point in curve if minutes and point[0] <= 60 * minutes]
-    return {"return": curve[-1][2], "curve": curve} if curve else {}
 
 
 def work(options: argparse.Namespace) -> None:
@@ -156,7 +125,6 @@ def work(options: argparse.Namespace) -> None:
     import torch
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
-    from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecFrameStack
 
     library = options.worker
@@ -173,8 +141,6 @@ def work(options: argparse.Namespace) -> None:
 
     class Clock(BaseCallback):
         start = None
-        evaluating = 0.0
-        curve = []
 
         def _on_step(self) -> bool:
             if self.start is None and self.num_timesteps >= settings.steady_after:
@@ -182,13 +148,7 @@ def work(options: argparse.Namespace) -> None:
                 self.start = time.perf_counter()
             if self.num_timesteps % 100 < self.training_env.num_envs:  # for the parent's bar
                 print(f"{self.num_timesteps}/{steps} [", file=sys.stderr, flush=True)
-            if settings.eval_every and self.num_timesteps % settings.eval_every == 0:
-                begun = time.perf_counter()
-                mean_return, _ = evaluate_policy(self.model, make_vec_env(settings.env_id, 10), 10)
-                self.evaluating += time.perf_counter() - begun
-                seconds = time.perf_counter() - born
-                self.curve.append([seconds, self.num_timesteps, mean_return])
-            return time.perf_counter() - born < 60 * (options.minutes or math.inf)
+            return True
 
     born = time.perf_counter()
     clock = Clock()
@@ -204,11 +164,10 @@ def work(options: argparse.Namespace) -> None:
         env = make_vec_env(settings.env_id, settings.num_envs)
         policy = "MlpPolicy"
     agent = make(policy, env, seed=seed, **settings.theirs).learn(steps, callback=clock)
-    seconds = time.perf_counter() - clock.start - clock.evaluating
+    seconds = time.perf_counter() - clock.start
     result = {
         "sps_steady": (agent.num_timesteps - clock.first) / seconds,
         "warmup_seconds": clock.start - born,
-        **learned(clock.curve, options.minutes),
         "device": device,
         "torch_threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
@@ -235,7 +194,6 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     if entrant in LIBRARIES:
         flags = {"--worker": LIBRARIES[entrant], "--algorithm": options.algorithm}
         flags |= {"--steps": options.steps, "--seed": seed}
-        flags |= {"--minutes": options.minutes} if options.minutes else {}
         command = [options.field_python, "plots/measure/field.py"]
     else:
         flags = {"--env-id": settings.env_id, "--seed": seed, "--total-timesteps": options.steps}
@@ -245,23 +203,18 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     command += [str(part) for flag in flags.items() for part in flag]
     if entrant in LIBRARIES:
         return run_library(command, log, progress, what)
-    limit = 60 * (options.minutes or math.inf) + 60  # a minute more than it is read for
-    run = processes.run_and_read(command, log, progress, what, limit=limit)
-    found = run_dirs.read_series(run.path, [EVALUATED]).get(EVALUATED)
-    curve = zip(found.seconds, found.steps, found.values, strict=True) if found else []
-    return processes.numbers(run, command) | learned(list(curve), options.minutes)
+    run = processes.run_and_read(command, log, progress, what)
+    return processes.numbers(run, command)
 
 
 def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
     reference = next(iter(LIBRARIES))
     compared = dict.fromkeys(entrants, reference)
-    return rounds.summarize(results, "entrant", "ratio_to_sb3", compared, ("return",))
+    return rounds.summarize(results, "entrant", "ratio_to_sb3", compared)
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
     columns = {"of SB3": rounds.ratio("ratio_to_sb3"), "runs": lambda row: str(row["runs"])}
-    if any(row.get("return") for row in rows):
-        columns["return"] = lambda row: rounds.middle(row["return"])
     return rounds.cells(rows, "entrant", columns)
 
 
@@ -269,17 +222,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
     parser.add_argument("--field-python", default=".venv-field/bin/python")
-    parser.add_argument("--minutes", type=float, help="of runs that end by time")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     settings = ALGORITHMS[options.algorithm]
     options.steps = options.steps or settings.steps
-    options.minutes = settings.minutes if options.minutes is None else options.minutes
     if options.steps <= settings.steady_after:
         parser.error(f"--steps {options.steps}: the first {settings.steady_after} are warm-up")
-    if options.minutes is not None and not options.minutes > 0:
-        parser.error(f"--minutes {options.minutes:g}: must be above 0")
     if options.worker:
         work(options)
         return 0
@@ -287,10 +236,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
     results, failures = rounds.take_turns(settings.entrants, options, measure)
     rows = summarize(results, settings.entrants)
-    command = processes.call("field.py", options, "algorithm", "rounds", "steps", "minutes")
+    command = processes.call("field.py", options, "algorithm", "rounds", "steps")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
-    length = f"{options.minutes:g} minutes" if options.minutes else f"{options.steps:,} steps"
-    above = ["Field benchmark", f"{settings.env_id}, {length} per run"]
+    above = ["Field benchmark", f"{settings.env_id}, {options.steps:,} steps per run"]
     above += [f"LeanRL: {flag} {value}" for flag, value in settings.ours.items()]
     for library in settings.libraries:
         for worker in [result[library] for result in results if library in result][:1]:

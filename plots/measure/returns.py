@@ -282,10 +282,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     wanted = timed.plan(options.changes, options)
     runs, failures = timed.make("change", wanted, options)
-    rows = summarize([run for run in runs if run["minutes"] == options.minutes])
+    told = [run for run in runs if run["minutes"] == options.minutes]
+    rows = summarize(told)
     title = "Changes of SAC on worlds"
     stem = options.out / "returns"
-    timed.report("change", title, runs, options.minutes, cells(rows), rows, stem)
+    timed.report("change", title, runs, told, options.minutes, cells(rows), rows, stem)
     return processes.say_failures(failures)
 
 

@@ -164,7 +164,7 @@ def make(
             pinned = ["taskset", "-c", str(core), *command]
             with tempfile.TemporaryDirectory() as cache:
                 environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-                environment["TORCHINDUCTOR_CACHE_DIR"] = cache
+                environment["TMPDIR"] = cache  # where the compiler also keeps its headers
                 status = processes.run_logged(pinned, log, go_on, environment)
             found = processes.read_log(status, log, f"{name}, {task}, seed {seed}", read)
         except ValueError as failure:
@@ -196,19 +196,19 @@ def report(
     kind: str,
     title: str,
     runs: list[dict],
+    told: list[dict],
     minutes: int,
     table: list[list[str]],
     rows: list[dict],
     stem: Path,
 ) -> None:
-    """Writes all runs in the file, and the table of those of these minutes."""
-    mine = [run for run in runs if run["minutes"] == minutes]
+    """Writes all runs in the file, and the table of those that are told of."""
     words = ["python", f"plots/measure/{stem.name}.py", "--minutes", str(minutes)]
-    words += ["--seeds", str(max((run["seed"] for run in mine), default=1))]
+    words += ["--seeds", str(max((run["seed"] for run in told), default=1))]
     for option, key in ((f"--{kind}s", kind), ("--tasks", "task")):
-        words += [option, *dict.fromkeys(run[key] for run in mine)]
+        words += [option, *dict.fromkeys(run[key] for run in told)]
     command = shlex.join(words)
-    lines = [line for run in mine for line in run_dirs.describe(run["machine"])]
+    lines = [line for run in told for line in run_dirs.describe(run["machine"])]
     above = [f"{title}: {command}", *dict.fromkeys(lines)]
     above.append(f"{minutes} minutes per run, in processor time, a core each")
     record = {"schema": 1, "command": command, "table": table, "rows": rows, "runs": runs}
