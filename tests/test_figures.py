@@ -236,7 +236,7 @@ def test_minutes_are_of_whole_runs_by_old_records_and_new_ones(key):
 
 
 RECORDS = {  # region: a record of it, and what that may lack
-    "race": ("race_cpu", "table"),
+    "race": ("race_cpu", "rows"),
     "physics": ("physics_cpu", "rows"),
     "speedup": ("speedup_cpu", "rows"),
     "field": ("td3_field_cpu", "rounds"),

@@ -42,12 +42,6 @@ def test_field_ratios_are_within_a_round():
     assert len({len(line) for line in field.cells(list(rows.values()))}) == 1
 
 
-def test_what_is_learned_later_does_not_count():
-    curve = [(50.0, 1000, 10.0), (119.0, 2000, 20.0), (121.0, 3000, 30.0)]
-    assert field.learned(curve, 2) == {"return": 20.0, "curve": curve[:2]}
-    assert field.learned(curve, 0.5) == field.learned(curve, None) == {}
-
-
 # Growth
 
 
