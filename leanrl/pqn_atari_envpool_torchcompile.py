@@ -306,13 +306,13 @@ class RAdam:
             rectified = rectified.to(self.lr.dtype)
             denominators = torch._foreach_sqrt(self.exp_avg_sqs)
             torch._foreach_add_(denominators, self.eps)
-            factors = torch._foreach_reciprocal(denominators)
-            torch._foreach_mul_(factors, rectified * rectification)
-            torch._foreach_add_(factors, 1 - rectified)
-            torch._foreach_mul_(factors, self.exp_avgs)
+            changes = torch._foreach_div(self.exp_avgs, denominators)
+            torch._foreach_mul_(changes, rectified * rectification)
+            undivided = torch._foreach_mul(self.exp_avgs, 1 - rectified)
+            torch._foreach_add_(changes, undivided)
             rate = self.lr / (1 - beta1_power)
-            torch._foreach_mul_(factors, rate.to(self.lr.dtype))
-            torch._foreach_sub_(self.parameters, factors)
+            torch._foreach_mul_(changes, rate.to(self.lr.dtype))
+            torch._foreach_sub_(self.parameters, changes)
 
 
 class PQN(nn.Module):

@@ -353,6 +353,7 @@ WAITS = {
     "PPO, --target-kl": PPO_WAITS | DIVERGENCE,
     "CartPole, --target-kl": CARTPOLE_WAITS | DIVERGENCE,
     "Atari": EACH_STEP,
+    "PQN": EACH_STEP | row(1, 3),
     "multi-process": EACH_STEP,
     "asynchronous": row(1, 7) | {"return nn.utils.parameters_to_vector(": 1},
 }
