@@ -307,7 +307,8 @@ class RAdam:
             denominators = torch._foreach_sqrt(self.exp_avg_sqs)
             torch._foreach_add_(denominators, self.eps)
             changes = torch._foreach_div(self.exp_avgs, denominators)
-            torch._foreach_mul_(changes, rectified * rectification)
+            scale = rectified * rectification
+            torch._foreach_mul_(changes, scale)
             undivided = torch._foreach_mul(self.exp_avgs, 1 - rectified)
             torch._foreach_add_(changes, undivided)
             rate = self.lr / (1 - beta1_power)
