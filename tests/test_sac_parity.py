@@ -2,6 +2,8 @@
 
 import difflib
 import functools
+import multiprocessing
+import os
 from pathlib import Path
 
 import gymnasium as gym
@@ -149,6 +151,30 @@ def test_compiled_agents_agree():
         agent.update_target()
         agent.act(torch.randn(1, OBS), torch.randn(1, A))
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+
+
+def test_a_call_in_the_process_beside_ends_and_changes_nothing_here(tmp_path, monkeypatch, capfd):
+    """Also where OpenMP's threads have worked before; what fails there is left to the caller."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    values = torch.ones(500, 500)
+    values @ values
+    found = tmp_path / "found"
+
+    def call():
+        product = values.add_(1) @ values
+        found.write_text(str(product[0, 0].item()))
+        raise ValueError
+
+    try:
+        variant.compile_beside(call)
+        (child,) = multiprocessing.active_children()
+        child.join(60)
+        assert child.exitcode == 0 and found.read_text() == "2000.0"
+    finally:
+        torch.set_num_threads(threads)
+    assert values.eq(1).all() and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.usefixtures("backend")

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT
 
 FUNCTIONS = [  # the beginning of a script's name, and what all of them share that have it
-    (r"", "gradient_step Adam"),
+    (r"", "gradient_step Adam compile_beside"),
     (r"(sac|td3)_", "mlp TwinQ Batch"),
     (r"((sac|td3)_continuous|sac_mujoco_gpu$)", "ReplayBuffer"),  # a variant's is for one device
     (r"sac_", "Actor critic_loss actor_loss alpha_loss"),
