@@ -23,7 +23,8 @@ bash run.sh race [arguments]     what each has learned after minutes of one core
                                  on where it stopped. --entrants "PPO on worlds" is a part of it
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in minutes
 bash run.sh gpu [arguments]      with a GPU: its tests, the quick table, profiles, then the study
-bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them
+bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them. With
+                                 --triton first also those of a GPU's kernels, 250 MB to install
 bash run.sh --help               this text
 
 An active environment (venv or conda) is used as it is, and gets only the packages that it lacks.
@@ -157,7 +158,13 @@ case $command in
     field | race) ;;
     study) needs+=(requirements/study.txt) ;;
     gpu) check_device "${active:-.venv}/bin/python" && needs+=(requirements/{study,test}.txt) ;;
-    test) needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray}.txt) ;;
+    test)
+        needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray}.txt)
+        if [[ ${1:-} == --triton ]]; then
+            needs+=(requirements/triton.txt)
+            shift
+        fi
+        ;;
     --help | -h) usage && exit ;;
     *) die "unknown argument: $command (bash run.sh --help lists them)" 2 ;;
 esac

@@ -584,11 +584,11 @@ def assert_same_model(reference, agent, tolerance):
         torch.testing.assert_close(x, y, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def run_updates(reference, agent, count, tolerance):
+def run_updates(reference, agent, count, tolerance, size=128):
     """`count` minibatch updates on both, then all metrics, parameters and moments must agree."""
-    batch = make_batch(128, reference.model)
+    batch = make_batch(size, reference.model)
     for _ in range(count):
-        index = torch.randperm(128)[:64]
+        index = torch.randperm(size)[: size // 2]
         expected, found = (each.update(batch, index) for each in (reference, agent))
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert_same_model(reference, agent, tolerance)

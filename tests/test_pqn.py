@@ -139,11 +139,11 @@ def make_pair(**flags):
     return reference, agent
 
 
-def run_updates(reference, agent, count, tolerance):
+def run_updates(reference, agent, count, tolerance, size=128):
     """`count` minibatch updates on both, then all metrics, parameters and moments must agree."""
-    batch = make_batch(128)
+    batch = make_batch(size)
     for _ in range(count):
-        index = torch.randperm(128)[:64]
+        index = torch.randperm(size)[: size // 2]
         expected, found = (each.update(batch, index) for each in (reference, agent))
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     parameters = zip(reference.parameters(), agent.parameters(), strict=True)
