@@ -22,7 +22,8 @@ bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, 
 bash run.sh race [arguments]     what each has learned after minutes of one core, in hours; it goes
                                  on where it stopped. --entrants "PPO on worlds" is a part of it
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in minutes
-bash run.sh gpu [arguments]      with a GPU: its tests, the quick table, profiles, then the study
+bash run.sh gpu                  with a GPU: its tests, the quick table, profiles, devices, the study
+                                 and a page about them; --rehearse is the same, tiny, without one
 bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them. With
                                  --triton first also those of a GPU's kernels, 250 MB to install
 bash run.sh --help               this text
@@ -121,19 +122,6 @@ check_device() {
         die "no CUDA device for torch: $1 has a build without CUDA, or for a newer driver"
 }
 
-# measure_gpu ARGUMENTS...: the records of a machine with a GPU; a failing step stops none after it.
-measure_gpu() {
-    local status=0 run
-    "$python" -m pytest -q tests -m gpu || status=1
-    "$python" plots/measure/speedup.py --quick || status=1
-    for run in $(<plots/out/traced.txt); do
-        "$python" plots/cross_stack.py "$run" | tee "plots/out/profile_${run##*/}.txt" || status=1
-    done
-    "$python" plots/measure/env_scaling.py "$@" || status=1
-    say "records to commit: speedup, breakdown, env_scaling and profile_* in plots/out/"
-    return $status
-}
-
 # check_narrowing ARGUMENTS...: before anything is installed, that speedup.py will take them.
 check_narrowing() {
     while [[ $# -gt 0 ]]; do
@@ -157,7 +145,10 @@ case $command in
     --full) needs+=(requirements/envpool.txt) ;;
     field | race) ;;
     study) needs+=(requirements/study.txt) ;;
-    gpu) check_device "${active:-.venv}/bin/python" && needs+=(requirements/{study,test}.txt) ;;
+    gpu)
+        [[ ${1:-} == --rehearse ]] || check_device "${active:-.venv}/bin/python"
+        needs+=(requirements/{study,test}.txt)
+        ;;
     test)
         needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray}.txt)
         if [[ ${1:-} == --triton ]]; then
@@ -181,7 +172,10 @@ case $command in
     --full) exec "$python" plots/measure/speedup.py --full "$@" ;;
     test) exec "$python" -m pytest -q tests "$@" ;;
     study) exec "$python" plots/measure/env_scaling.py "$@" ;;
-    gpu) check_device "$python" && measure_gpu "$@" ;;
+    gpu)
+        [[ ${1:-} == --rehearse ]] || check_device "$python"
+        exec "$python" plots/measure/gpu.py "$@"
+        ;;
     field | race)
         make_venv .venv-field requirements/field.txt
         exec "$python" "plots/measure/$command.py" --field-python .venv-field/bin/python "$@"

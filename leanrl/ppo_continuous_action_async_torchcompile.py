@@ -1010,6 +1010,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
         self.sampled = False
         self.nvml = []
+        self.cpu = []
         self.first_step = self.env_steps
         self.iterations = 0
         self.start = self.since = perf_counter()
@@ -1055,6 +1056,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
             self.result = self.measure(env_steps)
             self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
+        if len(self.cpu) < self.since - self.start - 1:  # once a second
+            self.cpu.append((self.since - self.born, time.process_time()))
         self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
         if self.sampled:
             self.sample = []
@@ -1083,6 +1086,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report = self.result or self.measure(self.env_steps)
         report["wall_seconds"] = perf_counter() - self.born
         report["nvml_percent"] = self.nvml
+        report["cpu_seconds"] = self.cpu
         report["gpu_stages"] = Counter()
         for sample in self.samples:
             for (_, first), (name, last) in pairwise(sample):

@@ -27,6 +27,7 @@ import record
 import returns
 import run_dirs
 import speedup
+import utilization
 from conftest import ROOT
 from fake_runs import (
     SCRIPT,
@@ -631,6 +632,25 @@ def test_breakdown_sums_to_the_untraced_time(runs):
         counts = {"to_simulator": 1, "to_backend": 201, "to_cuda": None}
         assert row["transitions_per_iteration"] == counts
         assert row["cpu_share"] is None and row["gpu_busy"] is None
+
+
+def test_utilization_is_the_area_under_the_curve(tmp_path, capsys):
+    """Processor seconds 1, 4, 5 at 2, 4, 6 s: 150% at 3 s, 50% at 5 s; NVML said 0, 100, 50."""
+    make_run(tmp_path / "runs", 1, config("baseline", gpu="H"), report(gpu=True))
+    make_run(tmp_path / "runs", 2, config("compile"), report() | {"sps_steady": None})
+    short = config("eager", env_id="Hopper-v5"), report() | {"cpu_seconds": [[2.0, 1.0]]}
+    make_run(tmp_path / "runs", 3, *short)
+    assert utilization.main([str(tmp_path / "runs"), "--out", str(tmp_path / "u")]) == 0
+    on_gpu, on_cpu = json.loads((tmp_path / "u.json").read_text())["rows"]
+    assert on_gpu["GPU"] == {"area": 100 + 150, "mean": 250 / 4}
+    assert on_gpu["processor"] == on_cpu["processor"] == {"area": 200, "mean": 100}
+    assert on_gpu["lines"]["processor"] == [[3, 150], [5, 50]]
+    assert (on_gpu["row"], on_cpu["row"]) == ("baseline", "compile") and "GPU" not in on_cpu
+    table = (tmp_path / "u.md").read_text()
+    assert "| 62 | 250 | 100 | 200 |" in table and "| - | - | - | 100 | 200 |" in table
+    assert image_size(tmp_path / "u.png")[0] > 400
+    assert utilization.main([str(tmp_path / "runs/none"), "--out", str(tmp_path / "n")]) == 1
+    assert "no utilization" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_has_a_breakdown_if_it_has_a_trace(tmp_path):

@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 
 import processes
@@ -18,9 +19,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still unless a test moves `clock.now` (seconds)."""
+    """A clock that stands still unless a test moves `clock.now`; half of it is processor time."""
     fake = SimpleNamespace(now=100.0)
     monkeypatch.setattr(stopwatch, "perf_counter", lambda: fake.now)
+    monkeypatch.setattr(stopwatch.time, "process_time", lambda: fake.now / 2)
     return fake
 
 
@@ -79,7 +81,7 @@ def test_the_steady_window_leaves_out_warm_up_and_evaluation(mode, clock, tmp_pa
     assert watch.measure(50)["sps_steady"] == pytest.approx(30 / 12)
     spend(watch, clock, evaluation=50.0)  # after the last tick, as on Ctrl-C
     report = watch.report(tmp_path / "stages.json")
-    assert json.loads((tmp_path / "stages.json").read_text()) == report
+    assert json.loads((tmp_path / "stages.json").read_text()) == json.loads(json.dumps(report))
     assert not (tmp_path / "stages.partial").exists()
     spent = dict(simulation=6.0, checkpoint=3.0, untracked=3.0, evaluation=350.0)
     if mode == "off":
@@ -95,6 +97,7 @@ def test_the_steady_window_leaves_out_warm_up_and_evaluation(mode, clock, tmp_pa
         "stages": spent,
         "gpu_stages": {},  # not measured, never 0
         "nvml_percent": [],
+        "cpu_seconds": [(174.0, 137.0), (278.0, 189.0), (382.0, 241.0)],
     }
     out, err = capsys.readouterr()
     lines = [line.split() for line in err.splitlines()]
@@ -163,6 +166,8 @@ def test_cuda_sampling_with_a_fake_cuda(clock, monkeypatch, tmp_path):
     assert report["gpu_stages"]["inference"] == pytest.approx(4 * 61 * 0.5)
     assert report["gpu_stages"]["replay"] == pytest.approx(4 * 61 * 0.25)
     assert report["nvml_percent"] == [(at - 100.0, 40) for at in asked]
+    gaps = [later - sooner for (sooner, _), (later, _) in pairwise(report["cpu_seconds"])]
+    assert len(gaps) == 121 and set(gaps) <= {1.0, 1.25}, "about once a second"
 
 
 def test_the_clock_is_read_when_the_device_has_done_its_work(clock, monkeypatch, tmp_path):

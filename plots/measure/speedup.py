@@ -54,6 +54,11 @@ class Lengths(NamedTuple):
     speed: int
 
 
+TINY = {  # flags of a rehearsal, in which a step takes a hundred times as long
+    "sac_continuous_action": "--learning-starts 50 --total-timesteps 250",
+    "ppo_continuous_action": "--num-steps 64 --num-minibatches 2 --total-timesteps 1024",
+    "ppo_cartpole_gpu": "--num-envs 64 --num-steps 16 --total-timesteps 40960",
+}
 EARLY = "--learning-starts 100 --total-timesteps 800"
 CONTINUOUS = Lengths("--total-timesteps 30720", "--total-timesteps 24576", 2000)
 # Without --compile the trace of a rollout of 2,048 steps is a file that takes half a minute to
@@ -180,7 +185,12 @@ def total_timesteps(script: Path) -> int:
 
 
 def make_jobs(
-    scripts: list[str], rows: list[str], seeds: int, length: str, steps: int | None = None
+    scripts: list[str],
+    rows: list[str],
+    seeds: int,
+    length: str,
+    steps: int | None = None,
+    tiny: bool = False,
 ) -> list[Job]:
     """Round by round, so that rows take turns; `length` is that of Lengths, or full."""
     jobs = []
@@ -193,6 +203,8 @@ def make_jobs(
                 text = "" if length == "full" else getattr(SCRIPTS[script], length)
                 if length == "traced" and SCRIPTS[script] is CONTINUOUS and "compile" not in row:
                     text = SHORT
+                if tiny:
+                    text = TINY[script]
                 flags, _, count = text.partition("--total-timesteps ")
                 count = steps or count
                 command = [sys.executable, file, "--seed", str(seed), *ROWS[row], *flags.split()]
@@ -219,12 +231,13 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     rows = [row for row in protocol_rows(options) if cuda or "--cudagraphs" not in ROWS[row]]
     length, seeds = ("quick", 1) if options.quick else ("full", 3)
     seeds = options.seeds or seeds
-    jobs = make_jobs(scripts, rows, seeds, length, options.steps)
+    tiny = options.tiny
+    jobs = make_jobs(scripts, rows, seeds, length, options.steps, tiny)
     for script in scripts:  # soon after the run whose speed counts, if there is one
         if options.quick and SCRIPTS[script].quick is None:
-            jobs += make_jobs([script], rows, seeds, "traced", options.steps)
+            jobs += make_jobs([script], rows, seeds, "traced", options.steps, tiny)
         else:
-            jobs += make_jobs([script], rows, 1, "traced")
+            jobs += make_jobs([script], rows, 1, "traced", tiny=tiny)
     jobs.sort(key=lambda job: (job.seed, scripts.index(job.script), rows.index(job.row)))
     only = "*" if options.only is None else options.only
     return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
@@ -314,7 +327,12 @@ def main(arguments: list[str] | None = None) -> int:
     folders = run_dirs.OPTIONS["runs"]
     what.add_argument("--table-only", metavar="RUNS_DIR", help="run nothing", **folders)
     parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
+    parser.add_argument(
+        "--tiny", action="store_true", help="with --quick: speeds that mean nothing"
+    )
     options = parser.parse_args(arguments)
+    if options.tiny and (options.only or not options.quick):
+        parser.error("--tiny is for the scripts of --quick")
 
     failures: list[str] = []
     if options.table_only:
@@ -333,6 +351,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
         protocol = "quick" if options.quick else "full"
         call = processes.call(f"speedup.py --{protocol}", options, "only", "seeds", "steps")
+        call += " --tiny" if options.tiny else ""
         kept = finished(jobs, here) if options.full else {}
         for name, run in kept.items():
             print(f"kept: {name}, {shown(run.path)}")

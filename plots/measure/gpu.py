@@ -1,0 +1,193 @@
+"""All that a machine with a GPU has to show, in order, and one page about it.
+
+    bash run.sh gpu                 tests, the quick table, profiles, devices, the study: an hour
+    bash run.sh gpu --rehearse      the same programs, tiny, where there is no GPU: minutes
+
+Correctness comes before speed. Each step is a process of its own, whose output is in logs/; one
+that fails stops none after it. The page says what was tested, what was measured, and what falls
+short of the records in plots/results/: rows of the speed-up table that are slower than on the same
+GPU before or, where no record is of such a GPU, gain less than on the CPU of the record.
+
+A rehearsal has no number that counts: its "GPU" is tests/cuda_rehearsal.py on this CPU. It shows
+that each program goes through to its report, and names what CUDA would have refused.
+
+Written to --out: gpu.md, gpu.json, logs/, and the records of the programs. Exit status 1 if a step
+failed.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import processes
+import run_dirs
+import torch
+from run_dirs import ROOT, shown
+
+NO_STUDY = r"^(skipped: .*|.*: no kernel.*)$"
+RESULTS = ROOT / "plots/results"
+
+
+class Step(NamedTuple):
+    """A program, and what makes it short enough to be rehearsed."""
+
+    name: str
+    command: list[str]
+    rehearsed: list[str]
+    shows: str  # a regular expression: the lines of its output that the page quotes
+
+
+STEPS = [
+    Step(
+        "tests",
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"],
+        ["-k", "captured_epochs"],
+        r"^(FAILED.*|ERROR.*|.*\d+ (?:passed|failed).*)$",
+    ),
+    Step(
+        "speed-up",
+        ["plots/measure/speedup.py", "--quick"],
+        ["--tiny"],
+        r"^(FAILED.*)$",
+    ),
+    Step(
+        "devices",
+        ["plots/measure/devices.py", "--rounds", "1", "--steps", "131072"],
+        ["--steps", "8192"],
+        r"^(FAILED.*)$",
+    ),
+    Step(
+        "study", ["plots/measure/env_scaling.py"], ["--quick"], r"^(skipped: .*|.*: no kernel.*)$"
+    ),
+]
+
+
+def run_step(step: Step, options: argparse.Namespace, environment: dict) -> dict:
+    """Its seconds, exit status, and what of its output belongs on the page."""
+    command = [sys.executable, *step.command]
+    if step.name == "tests":
+        command.append("tests")
+    else:
+        command += ["--out", str(options.out)]
+    if options.rehearse:
+        command += step.rehearsed
+    log = options.out / "logs" / f"gpu-{step.name}.log"
+    print(f"{step.name}: {shlex.join(command[1:])}", flush=True)
+    begin = time.monotonic()
+    status = processes.run_logged(command, log, environment=environment)
+    said = re.findall(step.shows, log.read_text(errors="replace"), re.MULTILINE)
+    return {
+        "step": step.name,
+        "command": shlex.join(["python", *command[1:]]),
+        "seconds": time.monotonic() - begin,
+        "status": status,
+        "said": list(dict.fromkeys(said)),
+        "log": shown(log),
+    }
+
+
+def profiles(options: argparse.Namespace) -> list[Step]:
+    """Of each run that the speed-up table has traced."""
+    traced = options.out / "traced.txt"
+    paths = traced.read_text().split() if traced.exists() else []
+    steps = []
+    for path in paths:
+        name = f"profile of {Path(path).name}"
+        steps.append(Step(name, ["plots/cross_stack.py", path], [], r"^(\d+%.*)$"))
+    return steps
+
+
+def read_speedups(path: Path) -> dict[tuple, dict]:
+    """{(script, row): row} of a record, without the rows that were skipped."""
+    record = json.loads(path.read_text())
+    rows = {(row["script"], row["row"]): row for row in record["rows"] if row.get("speedup")}
+    return {"gpu": record["machine"]["gpu"], "rows": rows, "name": path.name}
+
+
+def shortfalls(mine: dict, records: list[dict]) -> list[str]:
+    """Rows that are worse than a record says, in words."""
+    same = [record for record in records if record["gpu"] and record["gpu"] == mine["gpu"]]
+    others = [record for record in records if not record["gpu"]]
+    lines = []
+    for key, row in mine["rows"].items():
+        script, name = key
+        before = [record for record in same if key in record["rows"]]
+        if before:
+            speed = row["sps_steady"]["mean"]
+            least = before[-1]["rows"][key]["sps_steady"]["min"]
+            if speed < least:
+                lines.append(f"{script}, {name}: {speed:,.0f} steps/s, was {least:,.0f} or more")
+            continue
+        known = [record["rows"] for record in others if (script, "compile") in record["rows"]]
+        if name.startswith("compile") and known:
+            gain = known[-1][script, "compile"]["speedup"]
+            if row["speedup"] < gain:
+                lines.append(f"{script}, {name}: {row['speedup']:.2f}x, on a CPU {gain:.2f}x")
+    return lines
+
+
+def cells(results: list[dict]) -> list[list[str]]:
+    table = [["step", "seconds", "ended", "says"]]
+    for result in results:
+        ended = "well" if result["status"] == 0 else f"with status {result['status']}"
+        said = result["said"] or [""]
+        table.append([result["step"], f"{result['seconds']:,.0f}", ended, said[0]])
+        table += [["", "", "", line] for line in said[1:]]
+    return table
+
+
+def write_page(results: list[dict], problems: list[str], options: argparse.Namespace) -> None:
+    here = run_dirs.this_machine()
+    here["cpu"]["threads"] = torch.get_num_threads()
+    machine = run_dirs.machine([here])
+    title = "A rehearsal: no number counts" if options.rehearse else "What this GPU shows"
+    above = [f"{title}: {processes.call('gpu.py', options)}", *run_dirs.describe(machine)]
+    below = []
+    with suppress(FileNotFoundError):  # the step failed
+        mine = read_speedups(options.out / "speedup.json")
+        records = [read_speedups(path) for path in sorted(RESULTS.glob("speedup*.json"))]
+        short = shortfalls(mine, records)
+        below += [f"falls short: {line}" for line in short] or ["nothing falls short of a record"]
+    below += [f"CUDA would refuse: {line}" for line in problems]
+    files = ("speedup", "breakdown", "devices_continuous", "env_scaling")
+    made = [shown(options.out / f"{name}.md") for name in files]
+    below.append(f"records to commit, with the GPU in their names: {', '.join(made)}")
+    record = {"schema": 1, "machine": machine, "steps": results, "rehearsed": options.rehearse}
+    run_dirs.write_report(options.out / "gpu", above, cells(results), below, record)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = run_dirs.make_parser(__doc__, "--out")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, and without a GPU")
+    options = parser.parse_args(arguments)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {}
+        if options.rehearse:
+            environment = {
+                "PYTHONPATH": str(ROOT / "tests/rehearsed"),
+                "REHEARSED_PROBLEMS": folder,
+                "NUMBA_ENABLE_CUDASIM": "1",
+            }
+        elif not torch.cuda.is_available():
+            parser.error("no CUDA device for torch; --rehearse needs none")
+        for step in STEPS:
+            results.append(run_step(step, options, environment))
+            if step.name == "speed-up":
+                results += [run_step(each, options, environment) for each in profiles(options)]
+        problems = [
+            line for path in Path(folder).iterdir() for line in path.read_text().split("\n")
+        ]
+    write_page(results, sorted(filter(None, set(problems))), options)
+    return int(any(result["status"] for result in results) or bool(problems))
+
+
+if __name__ == "__main__":
+    processes.start(main)

@@ -1,0 +1,164 @@
+"""How busy the machine is while a script trains: GPU and processor over time, and their area.
+
+    python plots/utilization.py runs/               every run in runs/ that lasted long enough
+    python plots/utilization.py runs/A runs/B --out plots/results/utilization_cpu
+
+LeanRL shows the GPU's utilization over the course of training with the area under the curve; on a
+machine without a GPU the same is asked of its processor. Written to --out: NAME.md and NAME.json,
+and the figure as PNG and SVG: a panel per script and environment, a line per row of the speed-up
+table, the GPU above the processor. Of several runs of a row the newest counts.
+
+    GPU             percent of the time in which any kernel runs, which NVML is asked about once a
+                    second: 100% may be 1% of the chip. "-" without a GPU
+    processor       percent of one core that the process takes, user and system time of all its
+                    threads over wall-clock time: 200% are two cores. Other processes of a run are
+                    not in it, evaluations are
+    area            percent-seconds: the mean over the window times its length. Of two rows that
+                    make the same steps the one with less has taken less of the machine
+    window          seconds of the steady window, which has no compilation
+
+All are from stages.json of the runs, where the stopwatch has written them.
+"""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import curves
+import matplotlib.pyplot as plt
+import run_dirs
+from run_dirs import ROOT, Run, label, read_runs, short, shown
+
+KINDS = {"GPU": "GPU busy (%)", "processor": "processor (% of a core)"}
+
+
+def processor_percent(samples: list[list[float]]) -> list[tuple[float, float]]:
+    """Processor seconds at times -> (middle, percent) of each gap between two of them."""
+    found = []
+    for (begin, before), (end, after) in pairwise(samples):
+        if end > begin:
+            found.append(((begin + end) / 2, 100 * (after - before) / (end - begin)))
+    return found
+
+
+def area(samples: list[tuple[float, float]]) -> float:
+    """Percent-seconds under the line through (seconds, percent), by trapezoids."""
+    total = 0.0
+    for (begin, before), (end, after) in pairwise(samples):
+        total += (end - begin) * (before + after) / 2
+    return total
+
+
+def reduce(run: Run) -> dict | None:
+    """A run -> its lines and their areas; None if it has less than two samples of either kind."""
+    lines = {
+        "GPU": [tuple(sample) for sample in run.stages.get("nvml_percent", [])],
+        "processor": processor_percent(run.stages.get("cpu_seconds", [])),
+    }
+    lines = {kind: line for kind, line in lines.items() if len(line) > 1}
+    if not lines:
+        return None
+    row = {"script": run.script, "env_id": run.env_id, "row": run.row, "run": shown(run.path)}
+    row["window"] = run.stages["seconds"]
+    row["steps_per_second"] = run.stages["sps_steady"]
+    row["lines"] = lines
+    for kind, line in lines.items():
+        found = area(line)
+        row[kind] = {"area": found, "mean": found / (line[-1][0] - line[0][0])}
+    return row
+
+
+def reduce_all(runs: list[Run]) -> list[dict]:
+    """The newest run of each script, environment and row, in the order of the rows."""
+    found: dict = {}
+    for run in runs:
+        if row := reduce(run):
+            found[run.script, run.env_id, curves.ORDER.index(run.row)] = row
+    return [found[key] for key in sorted(found)]
+
+
+def cells(rows: list[dict]) -> list[list[str]]:
+    table = [["script", "environment", "row", "window s", "steps/s"]]
+    for kind in KINDS:
+        table[0] += [f"{kind} %", "area"]
+    for row in rows:
+        speed = row["steps_per_second"]
+        line = [row["script"], row["env_id"], row["row"], f"{row['window']:,.0f}"]
+        line.append(short(speed) if speed else "-")
+        for kind in KINDS:
+            known = kind in row
+            line.append(f"{row[kind]['mean']:.0f}" if known else "-")
+            line.append(f"{row[kind]['area']:,.0f}" if known else "-")
+        table.append(line)
+    return table
+
+
+def draw(rows: list[dict], runs: list[Run]):
+    """Panels: a column per script and environment, a row per kind that any run has."""
+    blocks: dict = {}
+    for row in rows:
+        blocks.setdefault(f"{label(row['script'])}: {row['env_id']}", []).append(row)
+    kinds = [kind for kind in KINDS if any(kind in row for row in rows)]
+    size = (1.2 + 3.6 * len(blocks), 0.9 + 2.6 * len(kinds))
+    figure, panels = plt.subplots(
+        len(kinds), len(blocks), figsize=size, squeeze=False, layout="constrained"
+    )
+    curves.headline(figure, "How busy the machine is while it trains", runs)
+    for column, (title, mine) in zip(panels.T, blocks.items(), strict=True):
+        column[0].set_title(title)
+        column[-1].set_xlabel("seconds of training")
+        for ax, kind in zip(column, kinds, strict=True):
+            draw_panel(ax, mine, kind)
+    for ax, kind in zip(panels[:, 0], kinds, strict=True):
+        ax.set_ylabel(KINDS[kind])
+    return figure
+
+
+def draw_panel(ax, rows: list[dict], kind: str) -> None:
+    """One line per row over the seconds since its steady window began."""
+    for row in rows:
+        if kind not in row:
+            continue
+        begin = row["lines"][kind][0][0]
+        seconds = [at - begin for at, _ in row["lines"][kind]]
+        percents = [percent for _, percent in row["lines"][kind]]
+        said = f"{row['row']}: {short(row[kind]['area'])} %s"
+        colour = curves.COLOURS[row["row"]]
+        ax.plot(seconds, percents, color=colour, label=said, linewidth=1.2)
+        ax.fill_between(seconds, percents, color=colour, alpha=0.12, linewidth=0)
+    ax.set_ylim(bottom=0)
+    ax.legend(fontsize=7.5, frameon=False, title="area under the curve", title_fontsize=7.5)
+
+
+def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
+    """Table and figure of those `runs` that were long enough; the figure's files."""
+    rows = reduce_all(runs)
+    if not rows:
+        print("no utilization: no run has two seconds of its steady window", file=sys.stderr)
+        return []
+    chosen = [run for run in runs if shown(run.path) in {row["run"] for row in rows}]
+    machine = run_dirs.machine([run.config for run in chosen])
+    record = {"schema": 1, "machine": machine, "rows": rows}
+    record["commands"] = [run.config["command"] for run in chosen]
+    files = curves.save(draw(rows, chosen), out / name)
+    above = ["How busy the machine is while it trains", *run_dirs.describe(machine)]
+    run_dirs.write_report(out / name, above, cells(rows), [], record, labels=3)
+    return files
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = run_dirs.make_parser(__doc__, "runs")
+    default = str(ROOT / "plots/out/utilization")
+    parser.add_argument("--out", type=run_dirs.stem, default=default, help="NAME")
+    options = parser.parse_args(arguments)
+    runs, skipped = read_runs(options.runs, whole=False)
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    files = write(runs, options.out.parent, options.out.name)
+    for path in files:
+        print(f"figure: {shown(path)}")
+    return int(not files)
+
+
+if __name__ == "__main__":
+    run_dirs.start(main)

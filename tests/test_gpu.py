@@ -1,0 +1,76 @@
+"""What a machine with a GPU runs in one go: the steps, the page, and the whole of it rehearsed."""
+
+import json
+import subprocess
+import sys
+
+import gpu
+import pytest
+from conftest import ROOT
+
+
+def record(gpu_name, **speeds):
+    """A speed-up record: {row: (steps/s, the least of them, speed-up)}."""
+    rows = []
+    for row, (mean, least, speedup) in speeds.items():
+        row = row.replace("_", "+")
+        steady = {"mean": mean, "min": least}
+        rows.append({"script": "sac", "row": row, "sps_steady": steady, "speedup": speedup})
+    rows.append({"script": "sac", "row": "eager", "skipped": "no finished run"})
+    return {"machine": {"gpu": gpu_name}, "rows": rows}
+
+
+def read(tmp_path, name, content):
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(content))
+    return gpu.read_speedups(path)
+
+
+def test_a_row_falls_short_of_the_same_gpu_or_of_a_cpus_gain(tmp_path):
+    on_cpu = read(tmp_path, "cpu", record(None, baseline=(100, 90, 1.0), compile=(150, 140, 1.5)))
+    before = read(tmp_path, "before", record("H100", baseline=(200, 180, 1.0)))
+    slow = {"baseline": (170, 170, 1.0), "compile": (238, 238, 1.4)}
+    mine = read(tmp_path, "mine", record("H100", **slow, compile_cudagraphs=(500, 500, 3.0)))
+    assert gpu.shortfalls(mine, [on_cpu, before]) == [
+        "sac, baseline: 170 steps/s, was 180 or more",
+        "sac, compile: 1.40x, on a CPU 1.50x",
+    ]
+    other = mine | {"gpu": "H200"}  # of which nothing is known
+    assert gpu.shortfalls(other, [on_cpu, before]) == ["sac, compile: 1.40x, on a CPU 1.50x"]
+    good = read(tmp_path, "good", record("H100", baseline=(180, 180, 1.0)))
+    assert gpu.shortfalls(good, [on_cpu, before]) == []
+
+
+def test_a_step_that_fails_stops_none_after_it_and_is_on_the_page(tmp_path, monkeypatch, capsys):
+    fail = "print('1 failed, 2 passed in 3 s'); raise SystemExit(4)"
+    steps = [
+        gpu.Step("tests", ["-c", fail], [], r"^(.*\d failed.*)$"),
+        gpu.Step("study", ["-c", "print('fine')"], [], r"^(never)$"),
+    ]
+    monkeypatch.setattr(gpu, "STEPS", steps)
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["--out", str(tmp_path)])
+    assert "no CUDA device for torch" in capsys.readouterr().err
+    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 1
+    page = (tmp_path / "gpu.md").read_text()
+    assert "A rehearsal: no number counts" in page and "1 failed, 2 passed" in page
+    found = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert [(step["step"], step["status"]) for step in found] == [("tests", 4), ("study", 0)]
+
+
+def test_what_cuda_would_refuse_in_a_child_is_on_the_page(tmp_path, monkeypatch):
+    refused = "import torch; torch.ones(2, device='cuda').numpy()"
+    monkeypatch.setattr(gpu, "STEPS", [gpu.Step("study", ["-c", refused], [], r"^(never)$")])
+    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 1
+    assert "CUDA would refuse: -c" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_of_it_is_rehearsed(tmp_path):
+    command = [sys.executable, "plots/measure/gpu.py", "--rehearse", "--out", tmp_path]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    page = (tmp_path / "gpu.md").read_text()
+    for step in gpu.STEPS:
+        assert f"| {step.name} |" in page
+    assert "CUDA would refuse" not in page
