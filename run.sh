@@ -22,6 +22,8 @@ bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, 
 bash run.sh race [arguments]     what each has learned after minutes of one core, in hours; it goes
                                  on where it stopped. --entrants "PPO on worlds" is a part of it
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in minutes
+bash run.sh figures [arguments]  the figures of our sources that this machine can make, in twenty
+                                 minutes; --list says which, and what needs a GPU
 bash run.sh gpu                  with a GPU: its tests, the quick table, profiles, devices, the study
                                  and a page about them; --rehearse is the same, tiny, without one
 bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them. With
@@ -145,6 +147,7 @@ case $command in
     --full) needs+=(requirements/envpool.txt) ;;
     field | race) ;;
     study) needs+=(requirements/study.txt) ;;
+    figures) needs+=(requirements/{study,envpool}.txt) ;;
     gpu)
         [[ ${1:-} == --rehearse ]] || check_device "${active:-.venv}/bin/python"
         needs+=(requirements/{study,test}.txt)
@@ -172,6 +175,7 @@ case $command in
     --full) exec "$python" plots/measure/speedup.py --full "$@" ;;
     test) exec "$python" -m pytest -q tests "$@" ;;
     study) exec "$python" plots/measure/env_scaling.py "$@" ;;
+    figures) exec "$python" plots/measure/figures.py "$@" ;;
     gpu)
         [[ ${1:-} == --rehearse ]] || check_device "$python"
         exec "$python" plots/measure/gpu.py "$@"

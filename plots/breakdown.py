@@ -35,8 +35,8 @@ HATCHES = {
     "cuda_wait_s": "---",
 }
 RESOURCES = {"CPU": "#E69F00", "CPU + GPU": "#009E73", "GPU": "#56B4E9"}  # Okabe and Ito
-STAGES = {"simulation": "sim", "inference": "inf", "backpropagation": "bp", "rest": "rest"}
-LEGEND = "sim: simulation, inf: inference, bp: backpropagation, rest: storing, logging, untracked"
+STAGES = ("simulation", "inference", "backpropagation", "rest")
+LEGEND = "rest: storing, sampling, logging and what no stage covers"
 TRANSITIONS = {  # what crosses which border, in words
     "to_simulator": ("Python to simulator", "#0072B2"),
     "to_backend": ("Python to backend", "#D55E00"),
@@ -70,6 +70,8 @@ def reduce(run: Run) -> dict:
         "script": run.script,
         "row": run.row,
         "env_id": run.env_id,
+        "block": f"{label(run.script)}: {run.env_id}",
+        "bar": run.row,
         "run": shown(run.path),
         "seconds_per_step": total,
         "cells": cells,
@@ -111,6 +113,23 @@ def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
     return [found[key] for key in sorted(found)]
 
 
+def limits(row: dict) -> list[str]:
+    """What a simulator or a backend that took no time would gain (Amdahl's law), in words."""
+    total = row["seconds_per_step"]
+    spent = {"simulator": 0.0, "backend": 0.0}
+    for stage in row["cells"].values():
+        for key, seconds in stage.items():
+            layer = key.partition("_s ")[0]
+            if layer in spent:
+                spent[layer] += seconds
+    said = []
+    for layer, seconds in spent.items():
+        share = seconds / total
+        most = f"{1 / (1 - share):.2f}x" if share < 0.99 else "more than 100x"
+        said.append(f"the {layer} takes {100 * share:.0f}%, without it {most}")
+    return [f"{row['block']}, {row['bar']}: {'; '.join(said)}"]
+
+
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}%"
 
@@ -137,23 +156,25 @@ def places(rows: list[dict], j: int, of: int, width: float) -> list[float]:
     return [i + (j - (of - 1) / 2) * width for i in range(len(rows))]
 
 
-def bars(ax, rows: list[dict]) -> None:
+def bars(ax, rows: list[dict], shares: bool) -> None:
     """A group of bars per row, a bar per stage, stacked by layer and resource."""
     width = 0.8 / len(STAGES)
-    for j, (stage, name) in enumerate(STAGES.items()):
+    for j, stage in enumerate(STAGES):
         for x, row in zip(places(rows, j, len(STAGES), width), rows, strict=True):
             bottom = 0.0
+            scale = 100 / row["seconds_per_step"] if shares else 1e6
             for key, seconds in row["cells"][stage].items():
                 layer, resource = key.split(" ", 1)
-                height = 1e6 * seconds
+                height = scale * seconds
                 bar = ax.bar(x, height, width * 0.92, bottom=bottom, **EDGES)
                 bar[0].set(facecolor=RESOURCES[resource], hatch=HATCHES[layer])
                 bottom += height
-            ax.text(x, bottom, name, ha="center", va="bottom", fontsize=6.5, color="0.3")
-    labels = [row["row"].replace("+", "\n+ ") for row in rows]
+            ax.annotate(f" {stage}", (x, bottom), ha="center", rotation=90, fontsize=6.5)
+    labels = [row["bar"].replace("+", "\n+ ").replace(": ", ":\n") for row in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
     ax.set_xlim(-0.6, len(rows) - 0.4)
     ax.grid(False, axis="x")
+    ax.margins(y=0.35)  # for the names
 
 
 def key(figure, rows: list[dict]) -> None:
@@ -185,25 +206,25 @@ def key(figure, rows: list[dict]) -> None:
     )
 
 
-def draw_stages(rows: list[dict], runs: list[Run]):
-    """RL-Scope's figure 4: a block of three panels per script and environment."""
+def draw_stages(rows: list[dict], runs: list[Run], title: str, shares: bool):
+    """RL-Scope's figures: a block of three panels for the rows that have the same `block`."""
     blocks: dict = {}
     for row in rows:
-        name = f"{label(row['script'])}: {row['env_id']}"
-        blocks.setdefault(name, []).append(row)
+        blocks.setdefault(row["block"], []).append(row)
     columns = min(len(blocks), 3)
     floors = -(-len(blocks) // columns)
-    size = (max(4.0 * columns, 6), 6.5 * floors + 1)
+    widest = max(map(len, blocks.values()))
+    size = (max((2 + widest) * columns, 6), 7 * floors + 1)
     figure = plt.figure(figsize=size, layout="constrained")
-    curves.headline(figure, "Where a step's time goes, and what crosses the borders", runs)
+    curves.headline(figure, title, runs)
     panes = figure.subfigures(floors, columns, squeeze=False)
     for pane, (title, mine) in zip(panes.flat, blocks.items(), strict=False):
         top, middle, bottom = pane.subplots(3, 1, height_ratios=(1, 2.4, 1.2))
         draw_totals(top, mine)
-        bars(middle, mine)
+        bars(middle, mine, shares)
         draw_transitions(bottom, mine)
         top.set(title=title, ylabel="total\n(us per step)")
-        middle.set_ylabel("us per environment step")
+        middle.set_ylabel("% of a step" if shares else "us per environment step")
         bottom.set_ylabel("transitions\nper iteration")
         for ax in (top, bottom):
             ax.set(xlim=middle.get_xlim(), xticks=[])
@@ -246,14 +267,29 @@ def set_log(ax, heights: list[float]) -> None:
     ax.grid(False)
 
 
-def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
-    """Tables and figures of the traced ones among `runs`; the files."""
+TITLE = "Where a step's time goes, and what crosses the borders"
+
+
+def write(
+    runs: list[Run],
+    out: Path,
+    name: str = "breakdown",
+    title: str = TITLE,
+    group=None,
+    shares: bool = False,
+) -> list[Path]:
+    """Tables and figures of the traced ones among `runs`; the files.
+
+    `group(row)` gives another block and bar than script and row; `shares` draws percent of a step.
+    """
     found = reduce_all(runs)
     if not found:
         print("no breakdown: no run has a complete trace (--stopwatch trace)", file=sys.stderr)
         return []
     chosen = [run for run, _ in found]
     rows = [row for _, row in found]
+    for row in rows if group else ():
+        row["block"], row["bar"] = group(row)
     machine = run_dirs.machine([run.config for run in chosen])
     record = {
         "schema": 1,
@@ -262,8 +298,9 @@ def write(runs: list[Run], out: Path, name: str = "breakdown") -> list[Path]:
         "commands": [run.config["command"] for run in chosen],
     }
     above = ["Where the time goes, from traced runs", *run_dirs.describe(machine)]
-    files = curves.save(draw_stages(rows, chosen), out / f"{name}_stages")
-    run_dirs.write_report(out / name, above, cells(rows), [], record, labels=3)
+    files = curves.save(draw_stages(rows, chosen, title, shares), out / f"{name}_stages")
+    below = [line for row in rows for line in limits(row)]
+    run_dirs.write_report(out / name, above, cells(rows), below, record, labels=3)
     return files
 
 

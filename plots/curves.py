@@ -60,6 +60,7 @@ SAMPLES = 2000  # of a bootstrap
 RETURN = "charts/episodic_return"
 MEAN_OF = 10  # values of a curve at most, where --last does not say otherwise
 COLOURS = {  # of the rows, in every figure the same; Okabe and Ito's
+    "Stable-Baselines3": "#E69F00",
     "baseline": "black",
     "eager": "#56B4E9",
     "compile": "#D55E00",

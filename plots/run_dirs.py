@@ -147,7 +147,7 @@ class Run:
     def row(self) -> str:
         args = self.config["args"]
         if "compile" not in args:
-            return "baseline"
+            return args.get("library", "baseline")
         found = []
         if args["compile"]:
             found.append("compile")
@@ -198,7 +198,7 @@ def label(script: str) -> str:
         "atari_envpool": " Atari",
         "atari_envpool_multigpu": " Atari, multi-GPU",
         "cartpole_gpu": " CartPole",
-        "mujoco_gpu": " MuJoCo",
+        "mujoco_gpu": " on worlds",
     }
     return algorithm.upper() + where.get(rest, f" {rest}")
 

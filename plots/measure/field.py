@@ -10,7 +10,8 @@ update per step on 256 transitions, networks of 256-256, the first 500 steps ran
 of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours normalizes observations
 and rewards. PPO on MuJoCo's worlds: ours on 64, the library on one (ppo_mujoco), or on 64 as well,
 with our rollouts of 64 steps and 4 epochs of 16 minibatches (ppo_mujoco_64). PPO for Atari:
-Breakout, 8 games, rollouts of 128 steps, 4 epochs of 4 minibatches, clipping at 0.1, the network of
+Breakout, 8 games, rollouts of 128 steps, 4 epochs of 4 minibatches (ppo_atari), or 64 games, of 32
+steps, in 8 minibatches (ppo_atari_64), so that all have 256 rows; clipping at 0.1, the network of
 Mnih et al; ours on EnvPool, Stable-Baselines3 on its own Atari environments. SBX is in SAC, TD3 and
 PPO alone.
 All else is each library's default. One process at a time, in rounds (A B C D E, A B C D E), round n
@@ -48,7 +49,7 @@ OURS = {  # name -> what follows the script's name
     "LeanRL eager": ["_torchcompile.py"],
     "LeanRL compile": ["_torchcompile.py", "--compile"],
 }
-ATARI = ["_torchcompile.py", "--compile", "--channels-last"]
+CHANNELS_LAST = ["_torchcompile.py", "--compile", "--channels-last"]
 
 
 @dataclass
@@ -84,6 +85,24 @@ PPO = Algorithm(
     steady_after=3 * 2048,
     script="ppo_continuous_action",
 )
+ATARI = Algorithm(
+    theirs={
+        "learning_rate": 2.5e-4,
+        "n_steps": 128,
+        "batch_size": 256,
+        "n_epochs": 4,
+        "clip_range": 0.1,
+        "ent_coef": 0.01,
+    },
+    ours={},
+    steps=11 * 1024,
+    steady_after=3 * 1024,
+    script="ppo_atari_envpool",
+    env_id="Breakout-v5",
+    libraries=SB3,
+    num_envs=8,
+    rows=OURS | {"LeanRL compile, channels last": CHANNELS_LAST},
+)
 ON_WORLDS = replace(PPO, script="ppo_mujoco_gpu", ours=WORLDS, libraries=SB3)
 ALGORITHMS = {
     "sac": OFF_POLICY,
@@ -97,22 +116,15 @@ ALGORITHMS = {
         steady_after=3 * 4096,
         num_envs=64,
     ),
-    "ppo_atari": Algorithm(
-        theirs={
-            "learning_rate": 2.5e-4,
-            "n_steps": 128,
-            "batch_size": 256,
-            "n_epochs": 4,
-            "clip_range": 0.1,
-            "ent_coef": 0.01,
-        },
-        ours={},
-        steps=11 * 1024,
-        steady_after=3 * 1024,
-        script="ppo_atari_envpool",
-        env_id="Breakout-v5",
-        libraries=SB3,
-        rows=OURS | {"LeanRL compile, channels last": ATARI},
+    "ppo_atari": ATARI,
+    "ppo_atari_64": replace(
+        ATARI,
+        theirs=ATARI.theirs | {"n_steps": 32},
+        ours={"--num-envs": 64, "--num-steps": 32, "--num-minibatches": 8},
+        steps=7 * 2048,
+        steady_after=3 * 2048,
+        num_envs=64,
+        rows=ATARI.rows | {"LeanRL compile, bfloat16": [*CHANNELS_LAST, "--bf16"]},
     ),
 }
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")
@@ -153,12 +165,14 @@ def work(options: argparse.Namespace) -> None:
     born = time.perf_counter()
     clock = Clock()
     make = getattr(importlib.import_module(library), algorithm.partition("_")[0].upper())
-    if algorithm == "ppo_atari":
+    if settings.script == ATARI.script:
         import ale_py
         import gymnasium
 
         gymnasium.register_envs(ale_py)
-        env = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", 8, seed=seed), 4)
+        env = VecFrameStack(
+            make_atari_env("BreakoutNoFrameskip-v4", settings.num_envs, seed=seed), 4
+        )
         policy = "CnnPolicy"
     else:
         env = make_vec_env(settings.env_id, settings.num_envs)

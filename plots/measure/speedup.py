@@ -21,10 +21,10 @@ config.json and stages.json of the runs:
                     empty (--table-only, --full: as the run found it), `best` the fastest
     all steps/s     mean of all steps / all seconds
 
-Written to plots/out/: speedup.md and .json, the figures speedup, curves_learning and
-breakdown_stages with what else plots/curves.py (not with --quick) and plots/breakdown.py make of
-the runs, and logs/ with what each run printed. Exit status 1 if a run failed; the others count
-nevertheless.
+Written to plots/out/: speedup.md and .json, the figures speedup, curves_learning, breakdown_stages
+and utilization with what else plots/curves.py (not with --quick), plots/breakdown.py and
+plots/utilization.py make of the runs, and logs/ with what each run printed. Exit status 1 if a run
+failed; the others count nevertheless.
 """
 
 import argparse
@@ -285,14 +285,17 @@ def draw_figures(runs: list[Run], rows: list[dict], out: Path, learned: bool) ->
     """What this program, plots/curves.py and plots/breakdown.py make of these runs."""
     import breakdown
     import curves
+    import utilization
 
     breakdown.write(runs, out)
+    utilization.write(timed(runs), out)
     if learned:
         curves.write(timed(runs), out)
     if any(row.get("speedup") for row in rows):
         draw_speedups(rows, runs, out)
-    names = [out / f"{name}.png" for name in ("curves_learning", "speedup", "breakdown_stages")]
-    print(f"figures: {', '.join(shown(name) for name in names if name.exists())}")
+    names = ("curves_learning", "speedup", "breakdown_stages", "utilization")
+    made = [out / f"{name}.png" for name in names]
+    print(f"figures: {', '.join(shown(path) for path in made if path.exists())}")
 
 
 def write_table(

@@ -1,0 +1,90 @@
+"""RL-Scope's survey and the figures of all sources: what runs, what is kept, what the page says."""
+
+import json
+import os
+
+import figures
+import pytest
+import run_dirs
+import survey
+from conftest import ROOT
+from fake_runs import config, machine, make_traced_run
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """The frameworks' runs of this machine, in runs/, of which no other is made."""
+    number = 0
+    for name, command in survey.FRAMEWORKS.items():
+        kind = name.split()[-1]
+        row = kind if kind in ("baseline", "compile") else "baseline"
+        script = f"{'td3' if 'td3' in name else 'sac'}_continuous_action"
+        made_by = config(row, script=script, env_id="Walker2d-v5")
+        made_by["command"] = " ".join(survey.whole_command(name, command))
+        if name.startswith(survey.LIBRARY):
+            made_by["args"]["library"] = survey.LIBRARY
+        number += 1
+        make_traced_run(tmp_path / "runs", number, made_by)
+    called = []
+    monkeypatch.setattr(survey, "ROOT", tmp_path)
+    monkeypatch.setattr(run_dirs, "this_machine", lambda: config() | machine())
+    monkeypatch.setattr(
+        survey.processes, "make_all", lambda turns: (called.extend(turns) or {}, [])
+    )
+    return called
+
+
+def test_frameworks_stand_beside_each_other_with_what_could_be_gained(made, tmp_path, capsys):
+    assert survey.main(["--only", "frameworks", "--out", str(tmp_path / "out")]) == 0
+    assert not made, "all are kept"
+    rows = json.loads((tmp_path / "out/survey_frameworks.json").read_text())["rows"]
+    bars = [(row["block"], row["bar"]) for row in rows]
+    for algorithm in ("SAC", "TD3"):
+        block = f"{algorithm}: Walker2d-v5"
+        for bar in ("baseline", "compile", survey.LIBRARY):
+            assert (block, bar) in bars
+    page = (tmp_path / "out/survey_frameworks.md").read_text()
+    # simulation is 1 s of 10 s, so that a simulator for nothing gains 1 / (1 - 0.1)
+    said = f"SAC: Walker2d-v5, {survey.LIBRARY}: the simulator takes 10%, without it 1.11x"
+    assert said in page and (tmp_path / "out/survey_frameworks_stages.png").exists()
+
+
+def test_what_is_not_there_is_made(made, tmp_path):
+    survey.main(["--only", "algorithms", "--out", str(tmp_path / "out")])
+    assert [turn.name for turn in made] == ["ppo", "ppo on worlds", "sac on worlds"]
+    with pytest.raises(SystemExit, match="2"):
+        survey.main(["--only", "simulations", "--out", str(tmp_path / "out")])
+
+
+def test_commands_of_the_survey_are_of_scripts_and_traced():
+    for commands, *_ in survey.SURVEYS.values():
+        for name, command in commands.items():
+            assert (ROOT / command[0]).exists(), name
+            whole = survey.whole_command(name, command)
+            assert (whole[-1] == "trace") == (not name.startswith(survey.LIBRARY))
+
+
+def test_figures_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "draw.py"
+    program.write_text(
+        "import sys; from pathlib import Path; out = Path(sys.argv[-1])\n"
+        "(out / 'a.png').touch(); print('drawn'); sys.exit((out / 'fail').exists())"
+    )
+    monkeypatch.setattr(
+        figures, "FIGURES", [figures.Figure("LeanRL: a", [str(program)], ["a"], "its rows")]
+    )
+    arguments = ["--out", str(tmp_path)]
+    assert figures.main([*arguments, "--list"]) == 0 and not (tmp_path / "a.png").exists()
+    assert "without a GPU not: its rows" in capsys.readouterr().out
+    assert figures.main(arguments) == 0 and "kept" not in capsys.readouterr().out
+    assert figures.main(arguments) == 0 and "kept" in capsys.readouterr().out
+    os.utime(tmp_path / "a.png", (1, 1))  # older than the scripts
+    (tmp_path / "fail").touch()
+    assert figures.main(arguments) == 1 and "drawn" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        figures.main([*arguments, "--only", "nobody"])
+
+
+def test_each_figure_has_a_program():
+    for figure in figures.FIGURES:
+        assert (ROOT / figure.command[0]).exists() and figure.files
