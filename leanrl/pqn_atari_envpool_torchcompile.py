@@ -1,7 +1,9 @@
 """Parallelised Q-Network (PQN) for Atari on EnvPool, with torch.compile and CUDA graphs.
 
     python leanrl/pqn_atari_envpool_torchcompile.py --compile --cudagraphs
-    python leanrl/pqn_atari_envpool_torchcompile.py --compile --bf16
+    python leanrl/pqn_atari_envpool_torchcompile.py --compile --bf16 --env-id Pong-v5 \
+        --num-envs 32 --num-steps 64 --num-minibatches 8 --update-epochs 2 --learning-rate 5e-4 \
+        --q-lambda 0.85 --total-timesteps 2400000                   # Pong, learned on two cores
 
 The algorithm is that of its twin, pqn_atari_envpool.py, which says where it comes from and what the
 shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest is the same

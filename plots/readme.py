@@ -25,7 +25,8 @@ LEARNED = [  # algorithm, records, what others have published
     ("SAC", ["sac_halfcheetah_300k"], CLEANRL.format("9,635 +- 1,424")),
     ("TD3", ["td3_halfcheetah_1m"], CLEANRL.format("9,583 +- 126")),
     ("PPO", ["ppo_halfcheetah_1m_baseline", "ppo_halfcheetah_1m"], CLEANRL.format("1,443 +- 46")),
-    ("PPO for Atari", ["ppo_atari_pong"], ""),
+    ("PPO for Atari", ["ppo_atari_pong"], "21 is the most"),
+    ("PQN", ["pqn_atari_pong"], "21 is the most"),
     ("PPO on CartPoles", ["ppo_cartpole_learning"], "500 is the most"),
 ]
 WORLDS = ("halfcheetah", "hopper", "walker2d", "ant", "humanoid")

@@ -51,20 +51,32 @@ def area(samples: list[tuple[float, float]]) -> float:
 
 def reduce(run: Run) -> dict | None:
     """A run -> its lines and their areas; None if it has less than two samples of either kind."""
+    on_gpu = run.stages.get("nvml_percent", [])
+    on_cpu = run.stages.get("cpu_seconds", [])
     lines = {
-        "GPU": [tuple(sample) for sample in run.stages.get("nvml_percent", [])],
-        "processor": processor_percent(run.stages.get("cpu_seconds", [])),
+        "GPU": [tuple(sample) for sample in on_gpu],
+        "processor": processor_percent(on_cpu),
     }
     lines = {kind: line for kind, line in lines.items() if len(line) > 1}
     if not lines:
         return None
-    row = {"script": run.script, "env_id": run.env_id, "row": run.row, "run": shown(run.path)}
-    row["window"] = run.stages["seconds"]
-    row["steps_per_second"] = run.stages["sps_steady"]
-    row["lines"] = lines
+    row = {
+        "script": run.script,
+        "env_id": run.env_id,
+        "row": run.row,
+        "run": shown(run.path),
+        "window": run.stages["seconds"],
+        "steps_per_second": run.stages["sps_steady"],
+        "lines": lines,
+    }
     for kind, line in lines.items():
         found = area(line)
-        row[kind] = {"area": found, "mean": found / (line[-1][0] - line[0][0])}
+        begin, _ = line[0]
+        end, _ = line[-1]
+        row[kind] = {
+            "area": found,
+            "mean": found / (end - begin),
+        }
     return row
 
 
@@ -83,8 +95,13 @@ def cells(rows: list[dict]) -> list[list[str]]:
         table[0] += [f"{kind} %", "area"]
     for row in rows:
         speed = row["steps_per_second"]
-        line = [row["script"], row["env_id"], row["row"], f"{row['window']:,.0f}"]
-        line.append(short(speed) if speed else "-")
+        line = [
+            row["script"],
+            row["env_id"],
+            row["row"],
+            f"{row['window']:,.0f}",
+            short(speed) if speed else "-",
+        ]
         for kind in KINDS:
             known = kind in row
             line.append(f"{row[kind]['mean']:.0f}" if known else "-")
@@ -101,7 +118,11 @@ def draw(rows: list[dict], runs: list[Run]):
     kinds = [kind for kind in KINDS if any(kind in row for row in rows)]
     size = (1.2 + 3.6 * len(blocks), 0.9 + 2.6 * len(kinds))
     figure, panels = plt.subplots(
-        len(kinds), len(blocks), figsize=size, squeeze=False, layout="constrained"
+        len(kinds),
+        len(blocks),
+        figsize=size,
+        squeeze=False,
+        layout="constrained",
     )
     curves.headline(figure, "How busy the machine is while it trains", runs)
     for column, (title, mine) in zip(panels.T, blocks.items(), strict=True):
@@ -138,8 +159,12 @@ def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
         return []
     chosen = [run for run in runs if shown(run.path) in {row["run"] for row in rows}]
     machine = run_dirs.machine([run.config for run in chosen])
-    record = {"schema": 1, "machine": machine, "rows": rows}
-    record["commands"] = [run.config["command"] for run in chosen]
+    record = {
+        "schema": 1,
+        "machine": machine,
+        "rows": rows,
+        "commands": [run.config["command"] for run in chosen],
+    }
     files = curves.save(draw(rows, chosen), out / name)
     above = ["How busy the machine is while it trains", *run_dirs.describe(machine)]
     run_dirs.write_report(out / name, above, cells(rows), [], record, labels=3)

@@ -44,16 +44,18 @@ FUNCTION float uniform(u64 seed, u64 i, u64 episode, u64 k) {
     return (mix(mix(mix(seed) + i) + 4 * episode + k) >> 40) / 16777216.0f;
 }
 
+const float tau = 0.02f / SUBSTEPS;  // seconds
+
 FUNCTION void advance(float *s, float force) {  // x, x', theta, theta' by Euler's method
     float sine = sinf(s[2]), cosine = cosf(s[2]);
     float push = (force + 0.05f * s[3] * s[3] * sine) / 1.1f;
     float inertia = 0.5f * (4.0f / 3 - 0.1f * cosine * cosine / 1.1f);
     float theta_acc = (9.8f * sine - cosine * push) / inertia;
     float x_acc = push - 0.05f * theta_acc * cosine / 1.1f;
-    s[0] += 0.02f * s[1];
-    s[1] += 0.02f * x_acc;
-    s[2] += 0.02f * s[3];
-    s[3] += 0.02f * theta_acc;
+    s[0] += tau * s[1];
+    s[1] += tau * x_acc;
+    s[2] += tau * s[3];
+    s[3] += tau * theta_acc;
 }
 
 extern "C" ENTRY void step(
@@ -64,7 +66,7 @@ extern "C" ENTRY void step(
     FOR_EACH(i) {
         float s[4];
         for (int k = 0; k < 4; k++) s[k] = state[4 * i + k];
-        advance(s, actions[i] ? 10.0f : -10.0f);
+        for (int k = 0; k < SUBSTEPS; k++) advance(s, actions[i] ? 10.0f : -10.0f);
         for (int k = 0; k < 4; k++) final_obs[4 * i + k] = s[k];
         rewards[i] = 1;
         final_returns[i] = final_lengths[i] = ++lengths[i];  // each step is worth 1
@@ -84,10 +86,11 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPI
 
 
 @cache
-def build_kernel(device_type: str) -> Callable:
+def build_kernel(device_type: str, substeps: int = 1) -> Callable:
     """`launch(threads_per_block, tensors)` of the kernel; ValueError says why there is none."""
+    source = f"#define SUBSTEPS {substeps}\n{SOURCE}"
     try:
-        return (compile_for_gpu if device_type == "cuda" else compile_for_cpu)(SOURCE)
+        return (compile_for_gpu if device_type == "cuda" else compile_for_cpu)(source)
     except (AttributeError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ValueError(f"no kernel for {device_type}: {' '.join(str(error).split())}") from error
 
@@ -126,13 +129,20 @@ class KernelCartPole(CartPole):
     """The scripts' environments, stepped by the kernel, which draws the starts of episodes itself.
 
     They depend on the seed, the environment and the number of its episode, a tensor, so that they
-    go on when a CUDA graph is replayed.
+    go on when a CUDA graph is replayed. A step is `substeps` of Euler's, in the same time.
     """
 
-    def __init__(self, num_envs: int, device: torch.device | str, *, threads_per_block: int = 256):
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str,
+        *,
+        threads_per_block: int = 256,
+        substeps: int = 1,
+    ):
         super().__init__(num_envs, device)
         self.threads_per_block = threads_per_block
-        self.launch = build_kernel(self.device.type)
+        self.launch = build_kernel(self.device.type, substeps)
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         self.episodes = torch.zeros(num_envs, dtype=torch.int32, device=device)  # that ended
 

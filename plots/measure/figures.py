@@ -54,6 +54,12 @@ FIGURES = [
         "tensors and kernels on the GPU, threads per block",
     ),
     Figure(
+        "CS267: the time of a step against the work in it, figures 5 and 6",
+        ["plots/measure/env_work.py"],
+        ["env_work"],
+        "tensors and the kernel on the GPU",
+    ),
+    Figure(
         "rlstructures: devices that act, learn and evaluate",
         ["plots/measure/devices.py", "--rounds", "1", "--steps", "65536"],
         ["devices_continuous"],

@@ -1,0 +1,113 @@
+"""The table and the figure of CartPole with more work per step, from env_work.py's record.
+
+python plots/work_report.py plots/results/env_work_cpu.json       draws both anew
+"""
+
+import json
+import math
+from pathlib import Path
+
+import curves
+import env_report
+import matplotlib.pyplot as plt
+import run_dirs
+
+
+def of_arm(rows: list[dict], arm: str, work: int) -> dict[int, float]:
+    """Median seconds of a step by number of environments."""
+    return env_report.medians([row for row in rows if row["work"] == work], arm)
+
+
+def growth(rows: list[dict], arm: str, num_envs: int) -> float | None:
+    """How steeply the time grows with the work: the slope between least and most, on log axes.
+
+    1 is in proportion, 0 not at all; None of less than two points.
+    """
+    found = {}
+    for row in rows:
+        if row["arm"] == arm:
+            seconds = of_arm(rows, arm, row["work"])
+            if num_envs in seconds:
+                found[row["work"]] = seconds[num_envs]
+    if len(found) < 2:
+        return None
+    least, most = min(found), max(found)
+    return math.log(found[most] / found[least]) / math.log(most / least)
+
+
+def cells(record: dict) -> list[list[str]]:
+    """A line per arm and work; the growth stands with the arm's first line."""
+    rows = record["rows"]
+    numbers = sorted({row["num_envs"] for row in rows})
+    table = [["arm", "substeps", *(f"us at {n:,}" for n in numbers), "turning point"]]
+    table[0].append(f"growth with work at {', '.join(f'{n:,}' for n in numbers)}")
+    for arm in env_report.arms(rows):
+        works = sorted({row["work"] for row in rows if row["arm"] == arm})
+        for work in works:
+            seconds = of_arm(rows, arm, work)
+            line = [arm, str(work)]
+            line += [f"{1e6 * seconds[n]:,.1f}" if n in seconds else "-" for n in numbers]
+            fit = env_report.turning_point(seconds)
+            line.append(env_report.describe_turning(fit, seconds) if fit else "-")
+            slopes = [growth(rows, arm, n) for n in numbers]
+            said = ", ".join("-" if slope is None else f"{slope:.2f}" for slope in slopes)
+            line.append(said if work == works[0] else "")
+            table.append(line)
+    for arm, reason in record["skipped"].items():
+        table.append([arm, f"skipped: {reason}", *[""] * (len(table[0]) - 2)])
+    return table
+
+
+def draw(record: dict):
+    """Left how the time grows with the work, at a few numbers; right the turning points."""
+    rows = record["rows"]
+    numbers = sorted({row["num_envs"] for row in rows})
+    shown = [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
+    figure, panels = plt.subplots(1, 4, figsize=(13, 3.8), layout="constrained")
+    for ax, num_envs in zip(panels, shown, strict=False):
+        ax.set(title=f"{num_envs:,} environments", xlabel="substeps of a step")
+    panels[0].set_ylabel("seconds of a step of all")
+    panels[3].set(title="turning point", xlabel="substeps of a step", ylabel="environments")
+    for arm in env_report.arms(rows):
+        look = env_report.style(arm)
+        works = sorted({row["work"] for row in rows if row["arm"] == arm})
+        for ax, num_envs in zip(panels, shown, strict=False):
+            points = [(work, of_arm(rows, arm, work).get(num_envs)) for work in works]
+            points = [point for point in points if point[1]]
+            if points:
+                ax.plot(*zip(*points, strict=True), label=arm, **look)
+        turning = []
+        for work in works:
+            fit = env_report.turning_point(of_arm(rows, arm, work))
+            if fit and fit["turning"]:
+                turning.append((work, fit["turning"]))
+        if turning:
+            panels[3].plot(*zip(*turning, strict=True), **look)
+    for ax in panels:
+        ax.set(xscale="log", yscale="log")
+        ax.margins(0.05)
+    figure.suptitle("CartPole with more work in a step", fontsize=12)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8
+    )
+    return figure
+
+
+def write(record: dict, stem: Path) -> None:
+    above = [f"Work per step: {record['command']}", *run_dirs.describe(record["machine"])]
+    below = ["growth: 1 is in proportion to the work, 0 not at all"]
+    below += [f"figure: {run_dirs.shown(path)}" for path in curves.save(draw(record), stem)[:1]]
+    run_dirs.write_report(stem, above, cells(record), below, record)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = run_dirs.make_parser(__doc__)
+    parser.add_argument("record", type=run_dirs.real)
+    path = parser.parse_args(arguments).record
+    write(json.loads(path.read_text()), path.with_suffix(""))
+    return 0
+
+
+if __name__ == "__main__":
+    run_dirs.start(main)
