@@ -210,8 +210,10 @@ def learning() -> str:
         runs = []
         for name in names:
             runs += map(reached, record(f"{name}_cpu")["runs"])
-        steps = runs[0].steps
-        line = [runs[0].env_id, algorithm, f"{steps:,}"]
+        ends = sorted({run.steps for run in runs})
+        steps = ends[0]
+        said = " to ".join(f"{end:,}" for end in dict.fromkeys([steps, ends[-1]]))
+        line = [runs[0].env_id, algorithm, said]
         for variant in (False, True):
             of_one = [run for run in runs if run.variant == variant]
             line += learned(of_one, steps) if of_one else ["-", "-"]
