@@ -1009,8 +1009,8 @@ BUGS = [
     ),
     Bug(
         "plots/measure/env_kernel.py",
-        "s[3] += 0.02f * theta_acc;",
-        "s[3] += 0.02f * x_acc;",
+        "s[3] += tau * theta_acc;",
+        "s[3] += tau * x_acc;",
         "test_env_kernel.py::test_kernel_and_tensors_agree_for_whole_episodes",
     ),
     Bug(
