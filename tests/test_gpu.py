@@ -44,7 +44,7 @@ def test_a_row_falls_short_of_the_same_gpu_or_of_a_cpus_gain(tmp_path):
 def test_a_step_that_fails_stops_none_after_it_and_is_on_the_page(tmp_path, monkeypatch, capsys):
     fail = "print('1 failed, 2 passed in 3 s'); raise SystemExit(4)"
     steps = [
-        gpu.Step("tests", ["-c", fail], [], r"^(.*\d failed.*)$"),
+        gpu.Step("tests", ["-c", fail], [], r"^(.*\d failed.*)$", writes=False),
         gpu.Step("study", ["-c", "print('fine')"], [], r"^(never)$"),
     ]
     monkeypatch.setattr(gpu, "STEPS", steps)
