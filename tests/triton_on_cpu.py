@@ -64,6 +64,9 @@ class Libdevice:
     def cos(x):
         return tl.cos(x)
 
+    def pow(x, y):  # of a positive x
+        return tl.exp(y * tl.log(x))
+
     def isnan(x):
         return x != x
 
@@ -114,12 +117,12 @@ def launch(run, kernel, *args, **kwargs):
 def compile_for_gpu(compile_function, function, **kwargs):
     inductor.cpp_wrapper = False  # as the scripts have it on a GPU
     compiled = compile_function(function, **kwargs)
-    name = function.__qualname__
+    name = getattr(function, "__qualname__", type(function).__name__)
     ran[name] = False
 
-    def call(*inputs):
+    def call(*args, **kwargs):
         ran[name] = True
-        return compiled(*inputs)
+        return compiled(*args, **kwargs)
 
     return call
 

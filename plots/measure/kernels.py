@@ -2,7 +2,6 @@
 
     pip install -r requirements/triton.txt
     python plots/measure/kernels.py
-    python plots/measure/kernels.py --leanrl PATH     beside the scripts of that checkout of LeanRL
 
 Each script runs with --compile for some steps on HalfCheetah, on a CPU, and torch.compile gets
 Triton's code as for an sm_90, which Triton's interpreter runs (tests/triton_on_cpu.py). Counted
@@ -25,8 +24,6 @@ Written to --out: kernels.md and .json.
 
 import argparse
 import json
-import os
-import runpy
 import shlex
 import subprocess
 import sys
@@ -53,11 +50,6 @@ CAPTURED = {  # methods of our agents that become CUDA graphs; `draw` is the rep
     "td3_continuous_action": ("act", "update", "draw"),
     "ppo_continuous_action": ("prepare", "learn"),
 }
-THEIRS = {  # what LeanRL compiles and captures
-    "sac_continuous_action": ("update_main", "update_pol"),
-    "td3_continuous_action": ("update_main", "update_pol"),
-    "ppo_continuous_action": ("get_action_and_value", "gae", "TensorDictModule"),
-}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "convolution_backward"}
 NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}
 NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_", "lift_fresh", "alias"}
@@ -66,11 +58,11 @@ NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_", "lift_fres
 # A worker, in which torch and Triton are changed for good
 
 
-def work(script: str, leanrl: str | None) -> dict:
+def work(script: str) -> dict:
     """Counts per environment step."""
     sys.path.append(str(ROOT / "tests"))
+    triton_on_cpu = import_module("triton_on_cpu")  # before anything else imports Triton
     import torch
-    import triton_on_cpu
     from gymnasium.envs.mujoco.mujoco_env import MujocoEnv
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -121,10 +113,9 @@ def work(script: str, leanrl: str | None) -> dict:
 
         def call(*args, **kwargs):
             if not state["captured"]:
-                tables = [arg for arg in args if hasattr(arg, "batch_size")]
                 tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
                 counts["replays"] += 1
-                counts["copies"] += len(tables) or len(tensors)
+                counts["copies"] += len(tensors)
             with more("captured"):
                 return function(*args, **kwargs)
 
@@ -151,36 +142,23 @@ def work(script: str, leanrl: str | None) -> dict:
         return simulate(*args)
 
     MujocoEnv.do_simulation = step
-    names = THEIRS[script] if leanrl else CAPTURED[script]
-    flags = ["--env-id", "HalfCheetah-v4" if leanrl else "HalfCheetah-v5", "--compile", *flags]
-    path = Path(leanrl or ROOT) / f"leanrl/{script}_torchcompile.py"
-    sys.argv = [str(path), *flags, "--no-cuda"]
-    if leanrl:
-        compile_function = torch.compile
+    names = CAPTURED[script]
+    path = ROOT / f"leanrl/{script}_torchcompile.py"
+    sys.argv = [str(path), "--compile", *flags, "--no-cuda"]
+    module = import_module(f"leanrl.{script}_torchcompile")
+    compile_agent = module.compile_agent
 
-        def compile_and_count(function, **kwargs):
-            name = getattr(function, "__name__", type(function).__name__)
-            compiled = compile_function(function, **kwargs)
-            return captured(compiled) if name in names else compiled
+    def compile_and_capture(agent):
+        compile_agent(agent)
+        for name in names:
+            if name != "draw":
+                setattr(agent, name, captured(getattr(agent, name)))
 
-        torch.compile = compile_and_count
-        with Operators():
-            runpy.run_path(str(path), run_name="__main__")
-    else:
-        module = import_module(f"leanrl.{script}_torchcompile")
-        compile_agent = module.compile_agent
-
-        def compile_and_capture(agent):
-            compile_agent(agent)
-            for name in names:
-                if name != "draw":
-                    setattr(agent, name, captured(getattr(agent, name)))
-
-        module.compile_agent = compile_and_capture
-        if "draw" in names:
-            module.ReplayBuffer.draw = captured(module.ReplayBuffer.draw)
-        with Operators():
-            module.main(module.parse_args(module.Args))
+    module.compile_agent = compile_and_capture
+    if "draw" in names:
+        module.ReplayBuffer.draw = captured(module.ReplayBuffer.draw)
+    with Operators():
+        module.main(module.parse_args(module.Args))
     steps = last - first
     total = found[last] - found[first]
     return {name: number / steps for name, number in total.items()}
@@ -189,22 +167,19 @@ def work(script: str, leanrl: str | None) -> dict:
 # The table
 
 
-def measure(script: str, leanrl: Path | None, logs: Path) -> dict:
+def measure(script: str, logs: Path) -> dict:
     """The row of a worker; ValueError says what went wrong."""
     command = [sys.executable, __file__, "--worker", script]
-    if leanrl:
-        command += ["--leanrl", str(leanrl)]
-    log = logs / f"kernels-{'LeanRL' if leanrl else 'ours'}-{script}.log"
+    log = logs / f"kernels-{script}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"WANDB_MODE": "disabled"}
     with log.open("w") as file:
         done = subprocess.run(
-            command, cwd=log.parent, env=environment, stdout=subprocess.PIPE, stderr=file, text=True
+            command, cwd=log.parent, stdout=subprocess.PIPE, stderr=file, text=True
         )
     if done.returncode:
         raise ValueError(f"{script} failed:\n{processes.last_lines(log)}")
     counts = json.loads(done.stdout.splitlines()[-1])
-    row = {"script": script, "whose": "LeanRL" if leanrl else "ours"}
+    row = {"script": script}
     kinds = ("Inductor", "products", "others")
     row |= {kind: counts.get(kind, 0) for kind in kinds}
     row["in all"] = sum(row[kind] for kind in kinds)
@@ -217,11 +192,11 @@ def measure(script: str, leanrl: Path | None, logs: Path) -> dict:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["script", "whose", "Inductor", "products", "others", "in all", "with graphs", "MB"]]
+    table = [["script", "Inductor", "products", "others", "in all", "with graphs", "MB"]]
     table[0].append("us on an H100, by arithmetic")
     for row in rows:
-        line = [row["script"], row["whose"]]
-        for kind in table[0][2:7]:
+        line = [row["script"]]
+        for kind in table[0][1:6]:
             line.append(f"{row[kind]:.1f}")
         low, high = row["us on an H100"]
         table.append([*line, f"{row['bytes'] / 1e6:.1f}", f"{low:,.0f}-{high:,.0f}"])
@@ -230,23 +205,21 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out")
-    parser.add_argument("--leanrl", type=run_dirs.real, help="folder of a checkout")
     parser.add_argument("--worker", choices=SCRIPTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
-        print(json.dumps(work(options.worker, options.leanrl)))
+        print(json.dumps(work(options.worker)))
         return 0
     rows = []
     failures = []
     for script in SCRIPTS:
-        for leanrl in (None, options.leanrl) if options.leanrl else (None,):
-            try:
-                rows.append(measure(script, leanrl, options.out / "logs"))
-            except ValueError as failure:
-                failures.append(str(failure))
+        try:
+            rows.append(measure(script, options.out / "logs"))
+        except ValueError as failure:
+            failures.append(str(failure))
     here = run_dirs.this_machine()
     here["cpu"]["threads"] = 1
-    here["versions"] = run_dirs.versions(["torch", "triton", "tensordict", "torchrl"])
+    here["versions"] = run_dirs.versions(["torch", "triton"])
     machine = run_dirs.machine([here])
     record = {"schema": 1, "machine": machine, "rows": rows}
     above = ["Kernels per environment step, counted", *run_dirs.describe(machine)]
