@@ -30,7 +30,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import breakdown
 import processes
 import run_dirs
 from run_dirs import ROOT, label
@@ -98,6 +97,7 @@ def train_library(algorithm: str, steps: int = 800) -> None:
     import torch
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
+    from torch.utils.tensorboard import SummaryWriter
 
     from leanrl.stopwatch import Stopwatch
 
@@ -151,7 +151,9 @@ def train_library(algorithm: str, steps: int = 800) -> None:
     agent.replay_buffer.sample = staged("replay", agent.replay_buffer.sample)
     agent.train = staged("backpropagation", agent.train)
     agent.learn(steps, callback=Ticks())
-    watch.report(folder / "stages.json")
+    report = watch.report(folder / "stages.json")
+    with SummaryWriter(folder) as writer:  # which tells how far the run has come
+        writer.add_scalar(run_dirs.SPEED, report["sps"], agent.num_timesteps)
 
 
 # The surveys
@@ -203,6 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
     turns = [make(name, commands[name], logs) for name in commands if name not in found]
     results, failures = processes.make_all(turns)
     found |= results
+    import breakdown  # which draws, so that --help need not wait for that
+
     for survey in chosen:
         wanted, title, group, shares = SURVEYS[survey]
         runs = [found[name] for name in wanted if name in found]
