@@ -65,7 +65,8 @@ def draw(record: dict):
     shown = [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
     figure, panels = plt.subplots(1, 4, figsize=(13, 3.8), layout="constrained")
     for ax, num_envs in zip(panels, shown, strict=False):
-        ax.set(title=f"{num_envs:,} environments", xlabel="substeps of a step")
+        plural = "" if num_envs == 1 else "s"
+        ax.set(title=f"{num_envs:,} environment{plural}", xlabel="substeps of a step")
     panels[0].set_ylabel("seconds of a step of all")
     panels[3].set(title="turning point", xlabel="substeps of a step", ylabel="environments")
     for arm in env_report.arms(rows):
