@@ -36,6 +36,7 @@ HATCHES = {
 }
 RESOURCES = {"CPU": "#E69F00", "CPU + GPU": "#009E73", "GPU": "#56B4E9"}  # Okabe and Ito
 STAGES = ("simulation", "inference", "backpropagation", "rest")
+TITLE = "Where a step's time goes, and what crosses the borders"
 LEGEND = "rest: storing, sampling, logging and what no stage covers"
 TRANSITIONS = {  # what crosses which border, in words
     "to_simulator": ("Python to simulator", "#0072B2"),
@@ -113,7 +114,7 @@ def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
     return [found[key] for key in sorted(found)]
 
 
-def limits(row: dict) -> list[str]:
+def limits(row: dict) -> str:
     """What a simulator or a backend that took no time would gain (Amdahl's law), in words."""
     total = row["seconds_per_step"]
     spent = {"simulator": 0.0, "backend": 0.0}
@@ -127,7 +128,7 @@ def limits(row: dict) -> list[str]:
         share = seconds / total
         most = f"{1 / (1 - share):.2f}x" if share < 0.99 else "more than 100x"
         said.append(f"the {layer} takes {100 * share:.0f}%, without it {most}")
-    return [f"{row['block']}, {row['bar']}: {'; '.join(said)}"]
+    return f"{row['block']}, {row['bar']}: {'; '.join(said)}"
 
 
 def percent(share: float | None) -> str:
@@ -267,9 +268,6 @@ def set_log(ax, heights: list[float]) -> None:
     ax.grid(False)
 
 
-TITLE = "Where a step's time goes, and what crosses the borders"
-
-
 def write(
     runs: list[Run],
     out: Path,
@@ -299,7 +297,7 @@ def write(
     }
     above = ["Where the time goes, from traced runs", *run_dirs.describe(machine)]
     files = curves.save(draw_stages(rows, chosen, title, shares), out / f"{name}_stages")
-    below = [line for row in rows for line in limits(row)]
+    below = [limits(row) for row in rows]
     run_dirs.write_report(out / name, above, cells(rows), below, record, labels=3)
     return files
 

@@ -210,9 +210,9 @@ def learning() -> str:
         runs = []
         for name in names:
             runs += map(reached, record(f"{name}_cpu")["runs"])
-        ends = sorted({run.steps for run in runs})
-        steps = ends[0]
-        said = " to ".join(f"{end:,}" for end in dict.fromkeys([steps, ends[-1]]))
+        ends = [run.steps for run in runs]
+        steps = min(ends)
+        said = " to ".join(f"{end:,}" for end in sorted({steps, max(ends)}))
         line = [runs[0].env_id, algorithm, said]
         for variant in (False, True):
             of_one = [run for run in runs if run.variant == variant]

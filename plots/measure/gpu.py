@@ -31,7 +31,7 @@ import run_dirs
 import torch
 from run_dirs import ROOT, shown
 
-NO_STUDY = r"^(skipped: .*|.*: no kernel.*)$"
+NOT_STUDIED = r"^(skipped: .*|.*: no kernel.*)$"
 RESULTS = ROOT / "plots/results"
 
 
@@ -65,9 +65,7 @@ STEPS = [
         ["--steps", "8192"],
         r"^(FAILED.*)$",
     ),
-    Step(
-        "study", ["plots/measure/env_scaling.py"], ["--quick"], r"^(skipped: .*|.*: no kernel.*)$"
-    ),
+    Step("study", ["plots/measure/env_scaling.py"], ["--quick"], NOT_STUDIED),
 ]
 
 
@@ -105,11 +103,11 @@ def profiles(options: argparse.Namespace) -> list[Step]:
     return steps
 
 
-def read_speedups(path: Path) -> dict[tuple, dict]:
-    """{(script, row): row} of a record, without the rows that were skipped."""
+def read_speedups(path: Path) -> dict:
+    """`gpu` of a record, and `rows`: {(script, row): row}, without those that were skipped."""
     record = json.loads(path.read_text())
     rows = {(row["script"], row["row"]): row for row in record["rows"] if row.get("speedup")}
-    return {"gpu": record["machine"]["gpu"], "rows": rows, "name": path.name}
+    return {"gpu": record["machine"]["gpu"], "rows": rows}
 
 
 def shortfalls(mine: dict, records: list[dict]) -> list[str]:
@@ -154,12 +152,10 @@ def write_page(results: list[dict], problems: list[str], options: argparse.Names
     with suppress(FileNotFoundError):  # the step failed
         mine = read_speedups(options.out / "speedup.json")
         records = [read_speedups(path) for path in sorted(RESULTS.glob("speedup*.json"))]
-        short = shortfalls(mine, records)
+        short = [f"falls short: {line}" for line in shortfalls(mine, records)]
         if options.rehearse:
-            below.append(f"compared with {len(records)} records, which says nothing")
-        else:
-            below += [f"falls short: {line}" for line in short]
-            below += [] if short else ["nothing falls short of a record"]
+            short = [f"compared with {len(records)} records, which says nothing"]
+        below += short or ["nothing falls short of a record"]
     below += [f"CUDA would refuse: {line}" for line in problems]
     files = ("speedup", "breakdown", "devices_continuous", "env_scaling")
     made = [shown(options.out / f"{name}.md") for name in files]
@@ -187,10 +183,10 @@ def main(arguments: list[str] | None = None) -> int:
             results.append(run_step(step, options, environment))
             if step.name == "speed-up":
                 results += [run_step(each, options, environment) for each in profiles(options)]
-        problems = [
-            line for path in Path(folder).iterdir() for line in path.read_text().split("\n")
-        ]
-    write_page(results, sorted(filter(None, set(problems))), options)
+        problems = set()
+        for path in Path(folder).iterdir():
+            problems.update(path.read_text().splitlines())
+    write_page(results, sorted(problems), options)
     return int(any(result["status"] for result in results) or bool(problems))
 
 

@@ -68,12 +68,8 @@ SIMULATORS = {
 }
 
 
-def by_framework(row: dict) -> tuple[str, str]:
-    """Where a row stands: its block and the name of its bar."""
-    return f"{label(row['script'])}: {row['env_id']}", row["row"]
-
-
 def by_algorithm(row: dict) -> tuple[str, str]:
+    """Where a row stands: its block and the name of its bar."""
     return row["env_id"], label(row["script"])
 
 
@@ -81,8 +77,9 @@ def by_simulator(row: dict) -> tuple[str, str]:
     return "PPO", row["env_id"]
 
 
-SURVEYS = {  # name -> runs, title, where a row stands, whether percent are drawn
-    "frameworks": (FRAMEWORKS, "Frameworks: where a step's time goes", by_framework, False),
+# name -> runs, title, where a row stands (None: by its script), whether percent are drawn
+SURVEYS = {
+    "frameworks": (FRAMEWORKS, "Frameworks: where a step's time goes", None, False),
     "algorithms": (ALGORITHMS, "Algorithms: where a step's time goes", by_algorithm, True),
     "simulators": (SIMULATORS, "Simulators: where a step's time goes", by_simulator, True),
 }
