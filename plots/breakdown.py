@@ -23,7 +23,7 @@ import curves
 import matplotlib.pyplot as plt
 import run_dirs
 from matplotlib.patches import Patch
-from run_dirs import DAMAGED, ROOT, Run, label, per_step, read_runs, short, shown
+from run_dirs import DAMAGED, Run, label, per_step, short, shown
 from traces import CPU_LAYERS
 
 EDGES = {"edgecolor": "black", "linewidth": 0.5}
@@ -288,14 +288,8 @@ def write(
     rows = [row for _, row in found]
     for row in rows if group else ():
         row["block"], row["bar"] = group(row)
-    machine = run_dirs.machine([run.config for run in chosen])
-    record = {
-        "schema": 1,
-        "machine": machine,
-        "rows": rows,
-        "commands": [run.config["command"] for run in chosen],
-    }
-    above = ["Where the time goes, from traced runs", *run_dirs.describe(machine)]
+    record = run_dirs.record_of(chosen, rows)
+    above = ["Where the time goes, from traced runs", *run_dirs.describe(record["machine"])]
     files = curves.save(draw_stages(rows, chosen, title, shares), out / f"{name}_stages")
     below = [limits(row) for row in rows]
     run_dirs.write_report(out / name, above, cells(rows), below, record, labels=3)
@@ -303,17 +297,7 @@ def write(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "runs")
-    default = str(ROOT / "plots/out/breakdown")
-    parser.add_argument("--out", type=run_dirs.stem, default=default, help="NAME")
-    options = parser.parse_args(arguments)
-    runs, skipped = read_runs(options.runs, whole=False)
-    for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
-    files = write(runs, options.out.parent, options.out.name)
-    for path in files:
-        print(f"figure: {shown(path)}")
-    return int(not files)
+    return run_dirs.draw_runs(__doc__, "breakdown", write, arguments)
 
 
 if __name__ == "__main__":

@@ -292,6 +292,14 @@ def machine(configs: list[dict]) -> dict:
     return found
 
 
+def measured_here(threads: int, packages: list[str] | None = None) -> dict:
+    """`machine` of what this process measures itself, with `threads` of torch's."""
+    here = this_machine()
+    here["cpu"]["threads"] = threads
+    here["versions"] |= versions(packages or [])
+    return machine([here])
+
+
 def describe(machine: dict) -> list[str]:
     """`machine` as lines for a reader."""
     cpu = machine["cpu"]
@@ -576,6 +584,31 @@ def as_markdown(table: list[list[str]], labels: int) -> str:
     heading, *rest = table
     rule = ["---"] * labels + ["---:"] * (len(heading) - labels)
     return "\n".join(f"| {' | '.join(line)} |" for line in [heading, rule, *rest])
+
+
+def record_of(runs: list, rows: list[dict]) -> dict:
+    """What is written of `runs`, of which `rows` are what a program has made."""
+    return {
+        "schema": 1,
+        "machine": machine([run.config for run in runs]),
+        "rows": rows,
+        "commands": [run.config["command"] for run in runs],
+    }
+
+
+def draw_runs(doc: str, name: str, write: Callable, arguments: list[str] | None = None) -> int:
+    """A program that makes figures NAME of runs by write(runs, folder, name) -> files."""
+    parser = make_parser(doc, "runs")
+    default = str(ROOT / "plots/out" / name)
+    parser.add_argument("--out", type=stem, default=default, help="NAME")
+    options = parser.parse_args(arguments)
+    runs, skipped = read_runs(options.runs, whole=False)
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    files = write(runs, options.out.parent, options.out.name)
+    for path in files:
+        print(f"figure: {shown(path)}")
+    return int(not files)
 
 
 def write_report(

@@ -27,7 +27,7 @@ from pathlib import Path
 import curves
 import matplotlib.pyplot as plt
 import run_dirs
-from run_dirs import ROOT, Run, label, read_runs, short, shown
+from run_dirs import Run, label, short, shown
 
 KINDS = {"GPU": "GPU busy (%)", "processor": "processor (% of a core)"}
 
@@ -158,31 +158,15 @@ def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
         print("no utilization: no run has two seconds of its steady window", file=sys.stderr)
         return []
     chosen = [run for run in runs if shown(run.path) in {row["run"] for row in rows}]
-    machine = run_dirs.machine([run.config for run in chosen])
-    record = {
-        "schema": 1,
-        "machine": machine,
-        "rows": rows,
-        "commands": [run.config["command"] for run in chosen],
-    }
+    record = run_dirs.record_of(chosen, rows)
     files = curves.save(draw(rows, chosen), out / name)
-    above = ["How busy the machine is while it trains", *run_dirs.describe(machine)]
+    above = ["How busy the machine is while it trains", *run_dirs.describe(record["machine"])]
     run_dirs.write_report(out / name, above, cells(rows), [], record, labels=3)
     return files
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "runs")
-    default = str(ROOT / "plots/out/utilization")
-    parser.add_argument("--out", type=run_dirs.stem, default=default, help="NAME")
-    options = parser.parse_args(arguments)
-    runs, skipped = read_runs(options.runs, whole=False)
-    for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
-    files = write(runs, options.out.parent, options.out.name)
-    for path in files:
-        print(f"figure: {shown(path)}")
-    return int(not files)
+    return run_dirs.draw_runs(__doc__, "utilization", write, arguments)
 
 
 if __name__ == "__main__":

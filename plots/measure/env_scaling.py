@@ -265,13 +265,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     options = parser.parse_args(arguments)
     said = sys.argv[1:] if arguments is None else arguments
-    here = run_dirs.this_machine()
-    here["versions"] = run_dirs.versions(PACKAGES)
-    here["cpu"]["threads"] = torch.get_num_threads()
     record = {
         "schema": 2,
         "command": shlex.join(["python", "plots/measure/env_scaling.py", *said]),
-        "machine": run_dirs.machine([here]),
+        "machine": run_dirs.measured_here(torch.get_num_threads(), PACKAGES),
         "bytes_per_second": measure_limits(),
     }
     if options.quick:

@@ -156,13 +156,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     options = parser.parse_args(arguments)
     said = sys.argv[1:] if arguments is None else arguments
-    here = run_dirs.this_machine()
-    here["versions"] = run_dirs.versions(env_scaling.PACKAGES)
-    here["cpu"]["threads"] = torch.get_num_threads()
     record = {
         "schema": 1,
         "command": shlex.join(["python", "plots/measure/env_work.py", *said]),
-        "machine": run_dirs.machine([here]),
+        "machine": run_dirs.measured_here(torch.get_num_threads(), env_scaling.PACKAGES),
     }
     if options.quick:
         record |= measure([1, 256, 4096], [1, 16], seconds=0.05, slowest=0.2)

@@ -143,9 +143,7 @@ def cells(results: list[dict]) -> list[list[str]]:
 
 
 def write_page(results: list[dict], problems: list[str], options: argparse.Namespace) -> None:
-    here = run_dirs.this_machine()
-    here["cpu"]["threads"] = torch.get_num_threads()
-    machine = run_dirs.machine([here])
+    machine = run_dirs.measured_here(torch.get_num_threads())
     title = "A rehearsal: no number counts" if options.rehearse else "What this GPU shows"
     above = [f"{title}: {processes.call('gpu.py', options)}", *run_dirs.describe(machine)]
     below = []

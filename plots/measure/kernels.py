@@ -217,10 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(measure(script, options.out / "logs"))
         except ValueError as failure:
             failures.append(str(failure))
-    here = run_dirs.this_machine()
-    here["cpu"]["threads"] = 1
-    here["versions"] = run_dirs.versions(["torch", "triton"])
-    machine = run_dirs.machine([here])
+    machine = run_dirs.measured_here(threads=1, packages=["triton"])
     record = {"schema": 1, "machine": machine, "rows": rows}
     above = ["Kernels per environment step, counted", *run_dirs.describe(machine)]
     run_dirs.write_report(options.out / "kernels", above, cells(rows), [], record)

@@ -145,9 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--earlier: {reason}")
     ours = load(run_dirs.ROOT)
     torch.set_num_threads(1)  # as in the script's loop
-    machine = run_dirs.this_machine()
-    machine["cpu"]["threads"] = 1
-    machine["versions"] |= run_dirs.versions(["mujoco", "envpool"])
+    machine = run_dirs.measured_here(threads=1, packages=["mujoco", "envpool"])
     cores = sorted(os.sched_getaffinity(0))
     rows = []
     failures = []
@@ -171,9 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     command = processes.call("physics.py", options, "blocks")
     if earlier:
         command += f" --earlier CHECKOUT-OF-{commit_of(options.earlier)}"
-    hardware = run_dirs.machine([machine])
-    above = [f"Worlds without a policy: {command}", *run_dirs.describe(hardware)]
-    record = {"schema": 1, "command": command, "machine": hardware, "rows": rows}
+    above = [f"Worlds without a policy: {command}", *run_dirs.describe(machine)]
+    record = {"schema": 1, "command": command, "machine": machine, "rows": rows}
     run_dirs.write_report(options.out / "physics", above, cells(rows), [], record, labels=1)
     return processes.say_failures(sorted(set(failures)))
 
