@@ -4,6 +4,7 @@ python plots/env_report.py plots/results/env_scaling_cpu.json       draws both a
 """
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import curves
@@ -181,8 +182,9 @@ def write(record: dict, stem: Path) -> None:
     run_dirs.write_report(stem, above, cells(record), below, record, labels=1)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__)
+def redraw(doc: str, write: Callable, arguments: list[str] | None = None) -> int:
+    """A program that calls write(record, stem) for the records that it is given."""
+    parser = run_dirs.make_parser(doc)
     parser.add_argument("records", type=run_dirs.real, nargs="+")
     for path in parser.parse_args(arguments).records:
         try:
@@ -194,6 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
         except run_dirs.DAMAGED:
             raise SystemExit(f"error: {run_dirs.shown(path)} is no record of the study") from None
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return redraw(__doc__, write, arguments)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,18 @@
 python plots/work_report.py plots/results/env_work_cpu.json       draws both anew
 """
 
-import json
 import math
+import statistics
 from pathlib import Path
 
 import curves
 import env_report
 import matplotlib.pyplot as plt
 import run_dirs
+
+
+def works_of(rows: list[dict], arm: str) -> list[int]:
+    return sorted({row["work"] for row in rows if row["arm"] == arm})
 
 
 def of_arm(rows: list[dict], arm: str, work: int) -> dict[int, float]:
@@ -25,10 +29,8 @@ def growth(rows: list[dict], arm: str, num_envs: int) -> float | None:
     """
     found = {}
     for row in rows:
-        if row["arm"] == arm:
-            seconds = of_arm(rows, arm, row["work"])
-            if num_envs in seconds:
-                found[row["work"]] = seconds[num_envs]
+        if (row["arm"], row["num_envs"]) == (arm, num_envs):
+            found[row["work"]] = statistics.median(row["seconds"])
     if len(found) < 2:
         return None
     least, most = min(found), max(found)
@@ -42,17 +44,16 @@ def cells(record: dict) -> list[list[str]]:
     table = [["arm", "substeps", *(f"us at {n:,}" for n in numbers), "turning point"]]
     table[0].append(f"growth with work at {', '.join(f'{n:,}' for n in numbers)}")
     for arm in env_report.arms(rows):
-        works = sorted({row["work"] for row in rows if row["arm"] == arm})
-        for work in works:
+        slopes = [growth(rows, arm, n) for n in numbers]
+        said = ", ".join("-" if slope is None else f"{slope:.2f}" for slope in slopes)
+        for work in works_of(rows, arm):
             seconds = of_arm(rows, arm, work)
             line = [arm, str(work)]
             line += [f"{1e6 * seconds[n]:,.1f}" if n in seconds else "-" for n in numbers]
             fit = env_report.turning_point(seconds)
             line.append(env_report.describe_turning(fit, seconds) if fit else "-")
-            slopes = [growth(rows, arm, n) for n in numbers]
-            said = ", ".join("-" if slope is None else f"{slope:.2f}" for slope in slopes)
-            line.append(said if work == works[0] else "")
-            table.append(line)
+            table.append([*line, said])
+            said = ""  # in the first line only
     for arm, reason in record["skipped"].items():
         table.append([arm, f"skipped: {reason}", *[""] * (len(table[0]) - 2)])
     return table
@@ -71,7 +72,7 @@ def draw(record: dict):
     panels[3].set(title="turning point", xlabel="substeps of a step", ylabel="environments")
     for arm in env_report.arms(rows):
         look = env_report.style(arm)
-        works = sorted({row["work"] for row in rows if row["arm"] == arm})
+        works = works_of(rows, arm)
         for ax, num_envs in zip(panels, shown, strict=False):
             points = [(work, of_arm(rows, arm, work).get(num_envs)) for work in works]
             points = [point for point in points if point[1]]
@@ -103,11 +104,7 @@ def write(record: dict, stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__)
-    parser.add_argument("record", type=run_dirs.real)
-    path = parser.parse_args(arguments).record
-    write(json.loads(path.read_text()), path.with_suffix(""))
-    return 0
+    return env_report.redraw(__doc__, write, arguments)
 
 
 if __name__ == "__main__":

@@ -95,19 +95,19 @@ def stepping(envs, actions: Iterator[np.ndarray], **reset) -> Iterator[Stepper]:
         envs.close()
 
 
-def of_stable_baselines3(num_envs: int):
+def of_stable_baselines3(num_envs: int, env: str | Callable = "CartPole-v1"):
     """A process per environment, as the study's first arm."""
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    envs = make_vec_env("CartPole-v1", num_envs, seed=1, vec_env_cls=SubprocVecEnv)
+    envs = make_vec_env(env, num_envs, seed=1, vec_env_cls=SubprocVecEnv)
     return stepping(envs, random_actions(num_envs))
 
 
-def of_gymnasium(mode: str, num_envs: int):
+def of_gymnasium(mode: str, num_envs: int, env_id: str = "CartPole-v1", **options):
     """`sync` steps one environment after the other, `async` has a process for each."""
     settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode=mode, vector_kwargs=settings)
+    envs = gym.make_vec(env_id, num_envs, mode, vector_kwargs=settings, **options)
     return stepping(envs, random_actions(num_envs), seed=1)
 
 
@@ -123,10 +123,12 @@ def of_envpool(num_envs: int):
 
 
 @contextmanager
-def of_tensors(device_type: str, compiled: bool, num_envs: int) -> Iterator[Stepper]:
+def of_tensors(
+    device_type: str, compiled: bool, num_envs: int, make: Callable = CartPole
+) -> Iterator[Stepper]:
     """The environments of the scripts."""
     device = torch.device(device_type)
-    envs = CartPole(num_envs, device)
+    envs = make(num_envs, device)
     envs.reset(seed=1)
     step, actions = envs.step, random_actions(num_envs, torch.tensor, device=device)
     if compiled:
@@ -154,10 +156,12 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 
 
 @contextmanager
-def of_kernel(device_type: str, threads: int, num_envs: int) -> Iterator[Stepper]:
+def of_kernel(
+    device_type: str, threads: int, num_envs: int, substeps: int = 1
+) -> Iterator[Stepper]:
     """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training."""
     device = torch.device(device_type)
-    envs = KernelCartPole(num_envs, device, threads_per_block=threads)
+    envs = KernelCartPole(num_envs, device, threads_per_block=threads, substeps=substeps)
     envs.reset(seed=1)
     actions = random_actions(num_envs, torch.tensor, device=device)
     if device.type == "cpu":

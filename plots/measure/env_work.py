@@ -19,8 +19,6 @@ Written to --out: env_work.md and .json, and the figure env_work.
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import env_scaling
@@ -28,14 +26,14 @@ import gymnasium as gym
 import processes
 import run_dirs
 import torch
-from env_kernel import KernelCartPole
-from env_scaling import Arm, Stepper
+from env_scaling import Arm
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from leanrl.ppo_cartpole_gpu import CartPole
 
 WORK = (1, 4, 16, 64, 256)
 NUMBERS = (1, 16, 256, 4096, 65_536, 1_048_576)
+THREADS = 256  # per block, on a GPU
 ENV_ID = "FineCartPole-v1"
 
 
@@ -72,48 +70,24 @@ class FineCartPole(CartPole):
 gym.register(ENV_ID, FineCartPoleEnv, max_episode_steps=500)
 
 
-# Arms: each makes a Stepper of so many environments with so much work
+# Arms: those of env_scaling.py, of so much work
 
 
 def of_stable_baselines3(work: int, num_envs: int):
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import SubprocVecEnv
-
-    make = partial(FineCartPoleEnv, work)
-    envs = make_vec_env(make, num_envs, seed=1, vec_env_cls=SubprocVecEnv)
-    return env_scaling.stepping(envs, env_scaling.random_actions(num_envs))
+    return env_scaling.of_stable_baselines3(num_envs, partial(FineCartPoleEnv, work))
 
 
 def of_gymnasium(work: int, num_envs: int):
-    settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    envs = gym.make_vec(ENV_ID, num_envs, "sync", vector_kwargs=settings, work=work)
-    return env_scaling.stepping(envs, env_scaling.random_actions(num_envs), seed=1)
+    return env_scaling.of_gymnasium("sync", num_envs, ENV_ID, work=work)
 
 
-@contextmanager
-def of_tensors(device_type: str, compiled: bool, work: int, num_envs: int) -> Iterator[Stepper]:
-    device = torch.device(device_type)
-    envs = FineCartPole(num_envs, device, work)
-    envs.reset(seed=1)
-    step = envs.step
-    if compiled:
-        torch._dynamo.reset()
-        step = torch.compile(step, fullgraph=True, dynamic=False)
-    actions = env_scaling.random_actions(num_envs, torch.tensor, device=device)
-    yield Stepper(lambda: step(next(actions)), 1, env_scaling.waiting(device))
+def of_tensors(device_type: str, compiled: bool, work: int, num_envs: int):
+    make = partial(FineCartPole, work=work)
+    return env_scaling.of_tensors(device_type, compiled, num_envs, make)
 
 
-@contextmanager
-def of_kernel(device_type: str, work: int, num_envs: int) -> Iterator[Stepper]:
-    device = torch.device(device_type)
-    envs = KernelCartPole(num_envs, device, substeps=work)
-    envs.reset(seed=1)
-    actions = env_scaling.random_actions(num_envs, torch.tensor, device=device)
-    if device.type == "cpu":
-        yield Stepper(lambda: envs.step(next(actions)))
-    else:
-        replay = env_scaling.captured(lambda: envs.step(next(actions)))
-        yield Stepper(replay, env_scaling.CAPTURED_STEPS, env_scaling.waiting(device))
+def of_kernel(device_type: str, work: int, num_envs: int):
+    return env_scaling.of_kernel(device_type, THREADS, num_envs, work)
 
 
 CUDA = ("cuda",)
@@ -125,7 +99,7 @@ ARMS = {  # arm -> the most work: 64 substeps and more take the compiler minutes
     Arm("kernel, CPU threads", partial(of_kernel, "cpu"), 2**20): 256,
     Arm("tensors, GPU", partial(of_tensors, "cuda", False), 2**20, CUDA): 256,
     Arm("tensors compiled, GPU", partial(of_tensors, "cuda", True), 2**20, CUDA): 16,
-    Arm("kernel, TPB 256", partial(of_kernel, "cuda"), 2**20, CUDA): 256,
+    Arm(f"kernel, TPB {THREADS}", partial(of_kernel, "cuda"), 2**20, CUDA): 256,
 }
 
 
