@@ -25,7 +25,7 @@ COLOURS = {  # beginning of an arm's name -> colour; the first that fits
     "tensors compiled, GPU": "tab:purple",
     "tensors compiled": "tab:cyan",
     "tensors": "tab:blue",
-    "kernel, CPU": "tab:red",
+    "kernel": "tab:red",
 }
 SHADES = {"kernel, TPB": "Oranges", "Numba-CUDA, TPB": "Greens"}  # by threads per block
 

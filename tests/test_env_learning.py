@@ -1,0 +1,72 @@
+"""One learner with environments of several kinds: what it sees of them, and the reduction."""
+
+import env_learning
+import numpy as np
+import pytest
+import torch
+from run_dirs import Series
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", list(env_learning.KINDS))
+def test_what_the_learner_sees(kind):
+    """Pushed to the right a pole falls: where an episode ends, its length, and where it goes on."""
+    pytest.importorskip("stable_baselines3" if "SB3" in kind else "envpool")
+    make, _ = env_learning.KINDS[kind]
+    num_envs = 3
+    envs = make(num_envs, CPU)
+    envs.reset(seed=1)
+    steps = np.zeros(num_envs, dtype=int)
+    endings = 0
+    for _ in range(40):
+        actions = torch.ones(num_envs, dtype=torch.int64)
+        next_obs, rewards, terminated, truncated, infos = envs.step(actions, torch.zeros(3, 4))
+        final_obs = infos["final_obs"]
+        assert next_obs.shape == final_obs.shape == (num_envs, 4)
+        assert next_obs.dtype == final_obs.dtype == rewards.dtype == torch.float32
+        assert torch.equal(infos["_episode"], terminated) and not truncated.any()
+        steps = np.where(rewards.numpy() > 0, steps + 1, 0)
+        assert infos["episode"]["r"].tolist() == infos["episode"]["l"].tolist() == steps.tolist()
+        fallen = final_obs[:, 2].abs() > envs.theta_limit
+        assert torch.equal(fallen, terminated)
+        for i in np.flatnonzero(terminated):
+            endings += 1
+            steps[i] = 0
+            if kind == "EnvPool":  # the next step begins the next episode
+                assert torch.equal(next_obs[i], final_obs[i])
+            else:
+                assert next_obs[i].abs().max() <= 0.05
+    assert endings >= 2 * num_envs
+
+
+def test_reduction_by_hand():
+    """The second of three rollouts reaches 475; a run that does not is told of."""
+    curve = Series(np.array([10.0, 20, 30]), np.array([1.0, 2, 3]), np.array([100.0, 480, 490]))
+    assert env_learning.first_at(curve, 475) == {"seconds": 2.0, "steps": 20.0}
+    assert env_learning.first_at(curve, 500) == {"seconds": None, "steps": None}
+
+    def run(speed: float, seconds: float | None, steps: float | None) -> dict:
+        return {
+            "sps_steady": speed,
+            "warmup_seconds": 1.0,
+            "simulating": 0.25,
+            "seconds": seconds,
+            "steps": steps,
+            "curve": [[1.0, 2.0], [100.0, 490.0]],
+        }
+
+    names = list(env_learning.arms([16]))
+    assert names == ["SB3 SubprocVecEnv, 16", "EnvPool, 16", "tensors, 16", "kernel, 16"]
+    assert "SB3 SubprocVecEnv, 256" not in env_learning.arms([256])
+    results = [
+        {"tensors, 16": run(100.0, 4.0, 400.0), "kernel, 16": run(150.0, 2.0, 300.0)},
+        {"tensors, 16": run(200.0, None, None), "kernel, 16": run(500.0, 6.0, 3000.0)},
+    ]
+    rows = env_learning.summarize(results, ["tensors, 16", "kernel, 16"])
+    heading, tensors, kernel = env_learning.cells(rows)
+    found = dict(zip(heading, kernel, strict=True))
+    assert found["of tensors"] == "2.00x" and found["simulating"] == "25%"
+    assert found["seconds to 475"] == "4.0 (2.0 to 6.0)"
+    found = dict(zip(heading, tensors, strict=True))
+    assert found["seconds to 475"] == "4.0 (4.0 to 4.0, 1 of 2)"
