@@ -79,6 +79,34 @@ def describe_turning(fit: dict, seconds: dict[int, float]) -> str:
     return f"{turning:,.0f}" if turning > min(seconds) else "below 1"
 
 
+def by_threads(rows: list[dict], family: str) -> dict[int, dict[int, float]]:
+    """{environments: {threads per block: median seconds}} of "kernel, TPB" or of Numba's."""
+    found: dict = {}
+    for arm in arms(rows):
+        start, _, threads = arm.rpartition(" ")
+        if start != family:
+            continue
+        for num_envs, seconds in medians(rows, arm).items():
+            found.setdefault(num_envs, {})[int(threads)] = seconds
+    return found
+
+
+def describe_threads(rows: list[dict]) -> list[str]:
+    """A line per family and number of environments: the best block size, and those as good."""
+    lines = []
+    for family in SHADES:
+        for num_envs, seconds in by_threads(rows, family).items():
+            if num_envs not in SHOWN:
+                continue
+            best = min(seconds, key=seconds.get)
+            near = [n for n, found in seconds.items() if found <= 1.05 * seconds[best]]
+            lines.append(
+                f"{family.partition(',')[0]} at {num_envs:,}: fastest with {best:,} threads per "
+                f"block, {1e6 * seconds[best]:,.1f} us; within 5%: {', '.join(map(str, near))}"
+            )
+    return lines
+
+
 # The table
 
 
@@ -171,14 +199,45 @@ def throughput(record: dict):
     return figure
 
 
+def blocks(record: dict):
+    """Seconds of a step against threads per block: a panel per family; None without a GPU."""
+    rows = record["rows"]
+    known = {family: by_threads(rows, family) for family in SHADES}
+    known = {family: found for family, found in known.items() if found}
+    if not known:
+        return None
+    size = (4.4 * len(known) + 1.4, 4)
+    figure, panels = plt.subplots(
+        1, len(known), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    figure.suptitle(f"Threads per block on {record['machine']['gpu']}", fontsize=12)
+    for ax, (family, found) in zip(panels[0], known.items(), strict=True):
+        numbers = [n for n in SHOWN if n in found]
+        for shade, num_envs in enumerate(numbers, start=1):
+            colour = plt.get_cmap("viridis_r")(shade / len(numbers))
+            seconds = found[num_envs]
+            ax.plot(seconds.keys(), seconds.values(), "o-", color=colour, label=f"{num_envs:,}")
+        threads = sorted({n for seconds in found.values() for n in seconds})
+        ax.set(title=family.partition(",")[0], xscale="log", yscale="log")
+        ax.set(xlabel="threads per block")
+        ax.set_xticks(threads, [str(n) for n in threads])
+        ax.minorticks_off()
+    panels[0][0].set_ylabel("seconds of a step of all")
+    panels[0][-1].legend(title="environments", **curves.LEGEND)
+    return figure
+
+
 def write(record: dict, stem: Path) -> None:
-    """Prints and writes NAME.md and NAME.json, and draws NAME_throughput."""
+    """Prints and writes NAME.md and NAME.json, and draws NAME_throughput and NAME_blocks."""
     title = f"CartPole-v1, its steps against their number: {record['command']}"
     above = [title, *run_dirs.describe(record["machine"])]
     below = []
     for device, rate in record["bytes_per_second"].items():
         below.append(f"{device}: {short(rate)} bytes/s copied")
+    below += describe_threads(record["rows"])
     curves.save(throughput(record), stem.with_name(f"{stem.name}_throughput"))
+    if figure := blocks(record):
+        curves.save(figure, stem.with_name(f"{stem.name}_blocks"))
     run_dirs.write_report(stem, above, cells(record), below, record, labels=1)
 
 

@@ -41,22 +41,37 @@ def cells(record: dict) -> list[list[str]]:
     """A line per arm and work; the growth stands with the arm's first line."""
     rows = record["rows"]
     numbers = sorted({row["num_envs"] for row in rows})
-    table = [["arm", "substeps", *(f"us at {n:,}" for n in numbers), "turning point"]]
-    table[0].append(f"growth with work at {', '.join(f'{n:,}' for n in numbers)}")
+    heading = ["arm", "substeps"]
+    heading += [f"us at {n:,}" for n in numbers]
+    named = ", ".join(f"{n:,}" for n in numbers)
+    heading += ["turning point", f"growth with work at {named}"]
+    table = [heading]
     for arm in env_report.arms(rows):
-        slopes = [growth(rows, arm, n) for n in numbers]
-        said = ", ".join("-" if slope is None else f"{slope:.2f}" for slope in slopes)
+        slopes = []
+        for n in numbers:
+            slope = growth(rows, arm, n)
+            slopes.append("-" if slope is None else f"{slope:.2f}")
+        said = ", ".join(slopes)
         for work in works_of(rows, arm):
             seconds = of_arm(rows, arm, work)
             line = [arm, str(work)]
-            line += [f"{1e6 * seconds[n]:,.1f}" if n in seconds else "-" for n in numbers]
+            for n in numbers:
+                line.append(f"{1e6 * seconds[n]:,.1f}" if n in seconds else "-")
             fit = env_report.turning_point(seconds)
             line.append(env_report.describe_turning(fit, seconds) if fit else "-")
             table.append([*line, said])
             said = ""  # in the first line only
     for arm, reason in record["skipped"].items():
-        table.append([arm, f"skipped: {reason}", *[""] * (len(table[0]) - 2)])
+        blank = [""] * (len(heading) - 2)
+        table.append([arm, f"skipped: {reason}", *blank])
     return table
+
+
+def draw_points(ax, points: dict, arm: str) -> None:
+    """A line of what is known of {substeps: value}."""
+    known = {work: value for work, value in points.items() if value}
+    if known:
+        ax.plot(known.keys(), known.values(), label=arm, **env_report.style(arm))
 
 
 def draw(record: dict):
@@ -71,27 +86,27 @@ def draw(record: dict):
     panels[0].set_ylabel("seconds of a step of all")
     panels[3].set(title="turning point", xlabel="substeps of a step", ylabel="environments")
     for arm in env_report.arms(rows):
-        look = env_report.style(arm)
-        works = works_of(rows, arm)
+        seconds = {work: of_arm(rows, arm, work) for work in works_of(rows, arm)}
         for ax, num_envs in zip(panels, shown, strict=False):
-            points = [(work, of_arm(rows, arm, work).get(num_envs)) for work in works]
-            points = [point for point in points if point[1]]
-            if points:
-                ax.plot(*zip(*points, strict=True), label=arm, **look)
-        turning = []
-        for work in works:
-            fit = env_report.turning_point(of_arm(rows, arm, work))
-            if fit and fit["turning"]:
-                turning.append((work, fit["turning"]))
-        if turning:
-            panels[3].plot(*zip(*turning, strict=True), **look)
+            points = {work: found.get(num_envs) for work, found in seconds.items()}
+            draw_points(ax, points, arm)
+        turning = {}
+        for work, found in seconds.items():
+            fit = env_report.turning_point(found)
+            turning[work] = fit and fit["turning"]
+        draw_points(panels[3], turning, arm)
     for ax in panels:
         ax.set(xscale="log", yscale="log")
         ax.margins(0.05)
     figure.suptitle("CartPole with more work in a step", fontsize=12)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=len(labels),
+        frameon=False,
+        fontsize=8,
     )
     return figure
 

@@ -197,3 +197,25 @@ def test_the_table_says_what_the_record_says():
     cells = env_report.cells({"rows": rows, "skipped": {"B": "no CUDA device"}})
     assert cells[1] == ["A", "500", "31 k", "-", "-", "-"]  # two points are no fit
     assert cells[2] == ["B", "skipped: no CUDA device", "", "", "", ""]
+
+
+def test_the_search_over_block_sizes_by_hand(tmp_path):
+    """A step is 1 us and 10 us per block of 1,024, or twice that in blocks of less than 64."""
+    rows = []
+    for family in ("kernel, TPB", "Numba-CUDA, TPB"):
+        for threads in (16, 64, 1024):
+            for n in (1, 1024, 65_536, 5):  # 5 has no column, and no line
+                seconds = (1 + n / 1024 * 10) * 1e-6 * (2 if threads < 64 else 1)
+                seconds *= 1.04 if threads == 1024 else 1
+                rows.append({"arm": f"{family} {threads}", "num_envs": n, "seconds": [seconds]})
+    rows.append({"arm": "tensors, GPU", "num_envs": 1, "seconds": [1.0]})
+    found = env_report.by_threads(rows, "kernel, TPB")
+    assert list(found) == [1, 1024, 65_536, 5] and found[1024][16] == pytest.approx(22e-6)
+    lines = env_report.describe_threads(rows)
+    assert len(lines) == 6
+    said = "kernel at 1,024: fastest with 64 threads per block, 11.0 us; within 5%: 64, 1024"
+    assert lines[1] == said and lines[4] == said.replace("kernel", "Numba-CUDA")
+    figure = env_report.blocks({"rows": rows, "machine": {"gpu": "a GPU"}})
+    assert [ax.get_title() for ax in figure.axes] == ["kernel", "Numba-CUDA"]
+    figure.savefig(tmp_path / "blocks.png")
+    assert env_report.blocks({"rows": rows[-1:], "machine": {"gpu": None}}) is None

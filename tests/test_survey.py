@@ -70,9 +70,11 @@ def test_figures_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
         "import sys; from pathlib import Path; out = Path(sys.argv[-1])\n"
         "(out / 'a.png').touch(); print('drawn'); sys.exit((out / 'fail').exists())"
     )
-    monkeypatch.setattr(
-        figures, "FIGURES", [figures.Figure("LeanRL: a", [str(program)], ["a"], "its rows")]
-    )
+    first = tmp_path / "first.py"
+    first.write_text("print('first')")
+    commands = [[str(first)], [str(program), "{out}"]]
+    figure = figures.Figure("LeanRL: a", commands, ["a"], "its rows")
+    monkeypatch.setattr(figures, "FIGURES", [figure])
     arguments = ["--out", str(tmp_path)]
     assert figures.main([*arguments, "--list"]) == 0 and not (tmp_path / "a.png").exists()
     assert "without a GPU not: its rows" in capsys.readouterr().out
@@ -87,4 +89,6 @@ def test_figures_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
 
 def test_each_figure_has_a_program():
     for figure in figures.FIGURES:
-        assert (ROOT / figure.command[0]).exists() and figure.files
+        assert figure.files
+        for command in figure.commands:
+            assert (ROOT / command[0]).exists(), command

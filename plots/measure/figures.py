@@ -29,39 +29,54 @@ class Figure(NamedTuple):
     """One or more figures of a source, and what makes ours."""
 
     source: str
-    command: list[str]
+    commands: list[list[str]]  # {out} is options.out
     files: list[str]  # of plots/out/, without their endings
     needs_gpu: str = ""  # what of it is missing without one
 
 
+OUT = ("--out", "{out}")
 FIGURES = [
     Figure(
-        "LeanRL: speed-up table",
-        ["plots/measure/speedup.py", "--quick"],
+        "LeanRL: speed-up and utilization; CS267: figure 8, a profile",
+        [["plots/measure/speedup.py", "--quick", *OUT]],
         ["speedup", "breakdown_stages", "utilization"],
         "rows with --cudagraphs",
     ),
     Figure(
         "RL-Scope: figures 4, 5 and 7",
-        ["plots/measure/survey.py"],
+        [["plots/measure/survey.py", *OUT]],
         ["survey_frameworks_stages", "survey_algorithms_stages", "survey_simulators_stages"],
         "the GPU's share",
     ),
     Figure(
-        "CS267: throughput and turning points, figures 4 and 8",
-        ["plots/measure/env_scaling.py", "--quick"],
+        "CS267: figure 4, throughput, turning points and threads per block",
+        [["plots/measure/env_scaling.py", "--quick", *OUT]],
         ["env_scaling_throughput"],
         "tensors and kernels on the GPU, threads per block",
     ),
     Figure(
-        "CS267: the time of a step against the work in it, figures 5 and 6",
-        ["plots/measure/env_work.py"],
+        "CS267: figures 5 and 6, the time of a step against the work in it",
+        [["plots/measure/env_work.py", *OUT]],
         ["env_work"],
         "tensors and the kernel on the GPU",
     ),
     Figure(
+        "CS267: figure 7, reward against training time",
+        [["plots/measure/env_learning.py", *OUT]],
+        ["env_learning"],
+        "4,096 environments",
+    ),
+    Figure(
+        "the lab: mean and standard deviation over variants",
+        [
+            ["leanrl/sweep.py", "run", "leanrl/sweeps/cartpole_lambda.py", "--workers", "2"],
+            ["plots/curves.py", "runs/cartpole_lambda", "--band", "std", "--out", "{out}/lab"],
+        ],
+        ["lab_learning", "lab_scores"],
+    ),
+    Figure(
         "rlstructures: devices that act, learn and evaluate",
-        ["plots/measure/devices.py", "--rounds", "1", "--steps", "65536"],
+        [["plots/measure/devices.py", "--rounds", "1", "--steps", "65536", *OUT]],
         ["devices_continuous"],
         "acting on the GPU",
     ),
@@ -69,14 +84,26 @@ FIGURES = [
 
 
 def is_made(figure: Figure, out: Path) -> bool:
-    """Whether all its files are newer than the program and than all scripts."""
-    sources = [ROOT / figure.command[0], *(ROOT / "leanrl").glob("*.py")]
+    """Whether all its files are newer than its programs and than all scripts."""
+    programs = [ROOT / command[0] for command in figure.commands]
+    sources = [*programs, *(ROOT / "leanrl").glob("*.py")]
     newest = max(path.stat().st_mtime for path in sources)
     found = []
     for name in figure.files:
         made = [out / f"{name}{ending}" for ending in (".png", ".md")]
         found.append(any(path.exists() and path.stat().st_mtime > newest for path in made))
     return all(found)
+
+
+def make(command: list[str], out: Path) -> bool:
+    """Runs a command of a figure; whether it succeeded."""
+    log = out / "logs" / f"figures-{Path(command[0]).stem}.log"
+    words = [word.replace("{out}", str(out)) for word in command]
+    status = processes.run_logged([sys.executable, *words], log)
+    print(f"    see {shown(log)}")
+    if status:
+        print(processes.last_lines(log), file=sys.stderr)
+    return not status
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,23 +116,20 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only {options.only!r} matches no source")
     failed = 0
     for figure in chosen:
-        said = shlex.join(["python", *figure.command])
+        print(f"{figure.source}:", flush=True)
+        for command in figure.commands:
+            said = [word.replace("{out}", shown(options.out)) for word in command]
+            print(f"    {shlex.join(['python', *said])}")
         if figure.needs_gpu and not torch.cuda.is_available():
-            said += f" (without a GPU not: {figure.needs_gpu})"
-        print(f"{figure.source}: {said}", flush=True)
+            print(f"    without a GPU not: {figure.needs_gpu}")
         if options.list:
             continue
         if is_made(figure, options.out):
             print("    kept")
             continue
-        log = options.out / "logs" / f"figures-{Path(figure.command[0]).stem}.log"
-        command = [sys.executable, *figure.command, "--out", str(options.out)]
         begin = time.monotonic()
-        status = processes.run_logged(command, log)
-        print(f"    {time.monotonic() - begin:,.0f} s, see {shown(log)}")
-        if status:
-            failed += 1
-            print(processes.last_lines(log), file=sys.stderr)
+        failed += not all(make(command, options.out) for command in figure.commands)
+        print(f"    {time.monotonic() - begin:,.0f} s")
         for name in figure.files:
             path = options.out / f"{name}.png"
             if path.exists():
