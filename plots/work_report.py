@@ -33,7 +33,8 @@ def growth(rows: list[dict], arm: str, num_envs: int) -> float | None:
             found[row["work"]] = statistics.median(row["seconds"])
     if len(found) < 2:
         return None
-    least, most = min(found), max(found)
+    least = min(found)
+    most = max(found)
     return math.log(found[most] / found[least]) / math.log(most / least)
 
 
@@ -112,9 +113,11 @@ def draw(record: dict):
 
 
 def write(record: dict, stem: Path) -> None:
-    above = [f"Work per step: {record['command']}", *run_dirs.describe(record["machine"])]
+    above = [f"Work per step: {record['command']}"]
+    above += run_dirs.describe(record["machine"])
     below = ["growth: 1 is in proportion to the work, 0 not at all"]
-    below += [f"figure: {run_dirs.shown(path)}" for path in curves.save(draw(record), stem)[:1]]
+    png, _ = curves.save(draw(record), stem)
+    below.append(f"figure: {run_dirs.shown(png)}")
     run_dirs.write_report(stem, above, cells(record), below, record)
 
 
