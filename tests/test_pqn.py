@@ -156,13 +156,29 @@ def run_updates(reference, agent, count, tolerance, size=128):
 
 
 def test_one_update_agrees():
-    run_updates(*make_pair(), 1, 1e-5)
+    for channels_last in (False, True):
+        run_updates(*make_pair(channels_last=channels_last), 1, 1e-5)
+
+
+def test_channels_stay_last():
+    """No layer copies images to the other order: what a convolution gets and gives."""
+    _, agent = make_pair(channels_last=True)
+    seen = []
+    for layer in agent.model.network:
+        if not isinstance(layer, torch.nn.Linear):
+            layer.register_forward_hook(lambda _, args, out: seen.extend([args[0], out]))
+    loss = agent.model(make_batch(3).obs).sum()
+    images = [x for x in seen if x.dim() == 4]
+    assert len(images) == 2 * 9 + 1  # the last is what is flattened
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in images)
+    (gradient,) = torch.autograd.grad(loss, images[2])
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.usefixtures("backend")
 def test_ten_compiled_updates_agree(float64):
     """Six are not rectified, four are; and acting."""
-    reference, agent = make_pair()
+    reference, agent = make_pair(channels_last=True)
     variant.compile_agent(agent)
     inputs = make_batch(4).obs, torch.tensor([1, 0, 0, 1]).bool(), torch.tensor([3, 2, 1, 0])
     for one, other in zip(reference.act(*inputs), agent.act(*inputs), strict=True):
@@ -178,7 +194,7 @@ def test_a_wrong_update_is_noticed():
 
 
 def test_bfloat16_is_near_and_ends_before_the_head():
-    reference, agent = make_pair(bf16=True)
+    reference, agent = make_pair(bf16=True, channels_last=True)
     inputs = []
     agent.model.head.register_forward_hook(lambda _, args, out: inputs.extend([args[0], out]))
     obs = make_batch(2).obs

@@ -219,7 +219,7 @@ GROUPS = {
         "Atari, --bf16": ("ppo_atari_envpool", ATARI | {"bf16": True}),
         "Atari, --channels-last": ("ppo_atari_envpool", ATARI | {"channels_last": True}),
         "PQN": ("pqn_atari_envpool", ATARI),
-        "PQN, --bf16": ("pqn_atari_envpool", ATARI | {"bf16": True}),
+        "PQN, --bf16": ("pqn_atari_envpool", ATARI | {"bf16": True, "channels_last": True}),
         "multi-process": ("ppo_atari_envpool_multigpu", ATARI),
         "asynchronous": ("ppo_continuous_action_async", PPO | {"collector_device": "cpu"}),
     },

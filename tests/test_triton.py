@@ -154,9 +154,12 @@ def ppo_atari_envpool_multigpu():
 def pqn_atari_envpool():
     load_small("pqn_atari_envpool")
     import test_pqn as tests
+    from torch._inductor.decomposition import decompositions
 
     reference, agent = tests.make_pair()
+    of_a_gpu = dict(decompositions)
     tests.variant.compile_agent(agent)
+    decompositions.update(of_a_gpu)  # which it takes away on a CPU
     draws = torch.tensor([1, 0, 0, 1]).bool(), torch.tensor([3, 2, 1, 0])
     same_call(reference, agent, "act", tests.make_batch(4).obs, *draws)
     rollout = fill(tests.baseline.Rollout(13, 3, CPU))
