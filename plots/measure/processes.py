@@ -24,7 +24,7 @@ import tqdm
 PLOTS = Path(__file__).resolve().parents[1]
 sys.path += [str(PLOTS), str(PLOTS.parent)]
 import run_dirs  # noqa: E402
-from run_dirs import ROOT, Run, read_run, shown, this_machine  # noqa: E402
+from run_dirs import ROOT, Run, differences, read_run, shown, this_machine  # noqa: E402
 
 # The command line
 
@@ -146,6 +146,19 @@ def run_and_read(
     """The run that `command` makes, which is `what`; ValueError says what went wrong with it."""
     status = run_logged(command, log, progress, environment, limit)
     return read_log(status, log, what, partial(read_logged, whole=limit == math.inf))
+
+
+def find_made(command: list[str], runs: list[Run], here: dict) -> Run | None:
+    """The last of `runs` that `command`, which follows `python`, has made with its script as it is.
+
+    And on a machine like this one: `here` is `this_machine`.
+    """
+    changed = (ROOT / command[0]).stat().st_mtime
+    for run in reversed(runs):
+        same = run.config["command"] == " ".join(command) and not differences(run.config, here)
+        if same and changed < (run.path / "config.json").stat().st_mtime:
+            return run
+    return None
 
 
 def numbers(run: Run, command: list[str]) -> dict:

@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import processes
 import run_dirs
-from run_dirs import ROOT, ROWS, VARIANT, Run, differences, read_runs, shown, spread, this_machine
+from run_dirs import ROOT, ROWS, VARIANT, Run, read_runs, shown, spread, this_machine
 
 QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
 TRACED = ["--stopwatch", "trace"]
@@ -248,12 +248,8 @@ def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
     runs, _ = read_runs([ROOT / "runs"])
     kept = {}
     for job in jobs:
-        changed = (ROOT / job.command[1]).stat().st_mtime
-        command = " ".join(job.command[1:])
-        for run in runs:
-            same = run.config["command"] == command and not differences(run.config, here)
-            if same and changed < (run.path / "config.json").stat().st_mtime:
-                kept[job.name] = run
+        if run := processes.find_made(job.command[1:], runs, here):
+            kept[job.name] = run
     return kept
 
 

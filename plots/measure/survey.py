@@ -168,15 +168,6 @@ def make(name: str, command: list[str], logs: Path) -> processes.Turn:
     return processes.Turn(name, 1, 1, measure)
 
 
-def kept(command: list[str], runs: list, here: dict):
-    """The newest finished run that this command has made here; None if there is none."""
-    for run in reversed(runs):
-        same = run.config["command"] == " ".join(command)
-        if same and not run_dirs.differences(run.config, here) and run.trace:
-            return run
-    return None
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out")
     parser.add_argument("--only", default="*", help="surveys whose name matches")
@@ -196,8 +187,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("skipped: pong, no envpool: pip install -r requirements/envpool.txt")
     here = run_dirs.this_machine()
     before, _ = run_dirs.read_runs([ROOT / "runs"]) if (ROOT / "runs").exists() else ([], [])
-    found = {name: kept(command, before, here) for name, command in commands.items()}
-    found = {name: run for name, run in found.items() if run}
+    before = [run for run in before if run.trace]
+    found = {}
+    for name, command in commands.items():
+        if run := processes.find_made(command, before, here):
+            found[name] = run
     logs = options.out / "logs"
     turns = [make(name, commands[name], logs) for name in commands if name not in found]
     results, failures = processes.make_all(turns)
