@@ -3,9 +3,9 @@
     pip install -r requirements/triton.txt
     python plots/measure/kernels.py
 
-Each script runs with --compile for some steps on HalfCheetah, on a CPU, and torch.compile gets
-Triton's code as for an sm_90, which Triton's interpreter runs (tests/triton_on_cpu.py). Counted
-between two steps of the environment, long after all is compiled:
+Each script runs with --compile for some steps, on a CPU, and torch.compile gets Triton's code as
+for an sm_90, which Triton's interpreter runs (tests/triton_on_cpu.py). Counted between two
+iterations of the training loop, long after all is compiled, per step of all environments:
 
     Inductor        launches of Triton kernels
     products        calls of libraries: cuBLAS on a GPU, ATen here
@@ -16,8 +16,9 @@ between two steps of the environment, long after all is compiled:
 
 Arithmetic, not a measurement: us per step on an H100 = kernels at 2 to 3 us per node of a graph and
 MB at 3.35 TB/s. Copies between CPU and GPU and the host's waits are not in it, since a CPU's
-tensors need none; test_rehearsal.py has our waits. PPO: rollouts of 256 steps in 4 minibatches,
-which are as many updates of 64 rows per step as the default's 2,048 in 32.
+tensors need none; test_rehearsal.py has our waits. Nor is the physics of worlds. There are as many
+updates per step as by default, of shorter rollouts; CartPoles are 64 and PPO's worlds 8, so that MB
+are fewer than by default.
 
 Written to --out: kernels.md and .json.
 """
@@ -31,6 +32,7 @@ from collections import Counter
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import processes
 import run_dirs
@@ -38,17 +40,42 @@ from run_dirs import ROOT
 
 NODE_US = (2, 3)  # of a kernel in a graph, on H100s: shared by many reports, measured nowhere here
 BYTES_PER_SECOND = 3.35e12
+HALFCHEETAH = ["--env-id", "HalfCheetah-v5"]
 OFF_POLICY = ["--learning-starts", "20", "--buffer-size", "1000", "--total-timesteps", "34"]
-ON_POLICY = ["--num-steps", "256", "--num-minibatches", "4", "--total-timesteps", "1024"]
-SCRIPTS = {  # -> flags, first and last step of the window
-    "sac_continuous_action": (OFF_POLICY, 26, 30),
-    "td3_continuous_action": (OFF_POLICY, 26, 30),
-    "ppo_continuous_action": (ON_POLICY, 512, 768),
-}
-CAPTURED = {  # methods of our agents that become CUDA graphs; `draw` is the replay buffer's
-    "sac_continuous_action": ("act", "update", "draw"),
-    "td3_continuous_action": ("act", "update", "draw"),
-    "ppo_continuous_action": ("prepare", "learn"),
+ON_POLICY = ["--num-steps", "256", "--num-minibatches", "4", "--total-timesteps", "1280"]
+TENSORS = ["--num-envs", "64", "--num-steps", "8", "--update-epochs", "1"]
+TENSORS += ["--total-timesteps", str(5 * 64 * 8)]
+ATARI = ["--num-steps", "32", "--update-epochs", "1", "--total-timesteps", str(5 * 32 * 8)]
+WORLDS = [*HALFCHEETAH, "--physics", "c"]
+PPO_WORLDS = [*WORLDS, "--num-envs", "8", "--num-steps", "16", "--num-minibatches", "2"]
+PPO_WORLDS += ["--total-timesteps", str(5 * 8 * 16)]
+SAC_WORLDS = [*WORLDS, "--learning-starts", "256", "--total-timesteps", "1280"]
+SAC_WORLDS += ["--buffer-size", "2000"]
+
+
+class Script(NamedTuple):
+    """How it runs, and what of it becomes CUDA graphs."""
+
+    flags: list[str]
+    iterations: tuple[int, int]  # the window: from the end of one to that of the other
+    captured: tuple[str, ...]  # methods of the agent; `draw` is the replay buffer's
+    of_envs: tuple[str, ...] = ()  # methods of the environments
+
+
+SETTLED = ("settle", "observe")
+SCRIPTS = {
+    "sac_continuous_action": Script(
+        [*HALFCHEETAH, *OFF_POLICY], (25, 29), ("act", "update", "draw")
+    ),
+    "td3_continuous_action": Script(
+        [*HALFCHEETAH, *OFF_POLICY], (25, 29), ("act", "update", "draw")
+    ),
+    "ppo_continuous_action": Script([*HALFCHEETAH, *ON_POLICY], (3, 4), ("prepare", "learn")),
+    "ppo_cartpole_gpu": Script(TENSORS, (3, 4), ("roll_out", "learn")),
+    "ppo_atari_envpool": Script(ATARI, (3, 4), ("act", "learn")),
+    "pqn_atari_envpool": Script(ATARI, (3, 4), ("act", "learn")),
+    "ppo_mujoco_gpu": Script(PPO_WORLDS, (3, 4), ("act", "prepare", "learn"), SETTLED),
+    "sac_mujoco_gpu": Script(SAC_WORLDS, (14, 18), ("observe", "act", "update", "draw"), SETTLED),
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "convolution_backward"}
 NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}
@@ -63,12 +90,12 @@ def work(script: str) -> dict:
     sys.path.append(str(ROOT / "tests"))
     triton_on_cpu = import_module("triton_on_cpu")  # before anything else imports Triton
     import torch
-    from gymnasium.envs.mujoco.mujoco_env import MujocoEnv
+    from torch._inductor.decomposition import decompositions
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
     counts = Counter()
-    state = {"paused": 0, "captured": 0, "steps": 0}
+    state = {"paused": 0, "captured": 0}
 
     @contextmanager
     def more(key):
@@ -131,37 +158,45 @@ def work(script: str) -> dict:
     frames = import_module("torch._dynamo.convert_frame")
     frames._compile = paused(frames._compile)
 
-    flags, first, last = SCRIPTS[script]
-    found = {}
-    simulate = MujocoEnv.do_simulation
-
-    def step(*args):
-        state["steps"] += 1
-        if state["steps"] in (first, last):
-            found[state["steps"]] = counts.copy()
-        return simulate(*args)
-
-    MujocoEnv.do_simulation = step
-    names = CAPTURED[script]
+    flags, iterations, names, of_envs = SCRIPTS[script]
+    found = []  # after each iteration its step and the counts
     path = ROOT / f"leanrl/{script}_torchcompile.py"
     sys.argv = [str(path), "--compile", *flags, "--no-cuda"]
     module = import_module(f"leanrl.{script}_torchcompile")
     compile_agent = module.compile_agent
 
     def compile_and_capture(agent):
+        of_a_gpu = dict(decompositions)
         compile_agent(agent)
+        decompositions.update(of_a_gpu)  # of which PQN takes some away on a CPU
         for name in names:
             if name != "draw":
                 setattr(agent, name, captured(getattr(agent, name)))
 
+    def compile_and_capture_envs(envs):
+        compile_envs(envs)
+        for name in of_envs:
+            setattr(envs, name, captured(getattr(envs, name)))
+
+    tick = module.Run.tick
+
+    def ticked(run):
+        tick(run)
+        found.append((run.step, counts.copy()))
+
+    module.Run.tick = ticked
     module.compile_agent = compile_and_capture
+    if of_envs:
+        compile_envs = module.compile_envs
+        module.compile_envs = compile_and_capture_envs
     if "draw" in names:
         module.ReplayBuffer.draw = captured(module.ReplayBuffer.draw)
+    args = module.parse_args(module.Args)
     with Operators():
-        module.main(module.parse_args(module.Args))
-    steps = last - first
-    total = found[last] - found[first]
-    return {name: number / steps for name, number in total.items()}
+        module.main(args)
+    (before, first), (after, last) = (found[i] for i in iterations)
+    steps = (after - before) / getattr(args, "num_envs", 1)
+    return {name: number / steps for name, number in (last - first).items()}
 
 
 # The table
