@@ -7,9 +7,7 @@ After figure 7 of "Increasing Sample Throughput for RL Environments" (CS267, Ber
 is ppo_cartpole_gpu.py, whose environments are replaced: by the processes of Stable-Baselines3, by
 EnvPool's threads, by tensors (its own) and by the kernel. Each kind trains with 16 environments
 and, but for processes, with 256; where there is a GPU with 4,096, too. How long rollouts and
-minibatches are goes by that number; discounting is that of RL Baselines3 Zoo for this task. EnvPool
-ends an episode in one step and begins the next one in another, which the learner sees as a step of
-no reward, as CleanRL's does.
+minibatches are goes by that number; discounting is that of RL Baselines3 Zoo for this task.
 
 Rounds in turns, each run in a process of its own; round n has seed n. Seconds count from the first
 rollout on, imports do not. The return is the mean of the episodes that end in a rollout.
@@ -74,7 +72,7 @@ class OthersCartPole(script.CartPole):
             "episode": {"r": lengths.float(), "l": lengths},
             "_episode": ended,
         }
-        rewards = (lengths > 0).float()  # a step in which an episode only begins has none
+        rewards = torch.ones_like(infos["episode"]["r"])
         return found["obs"], rewards, terminated, truncated, infos
 
 
@@ -127,11 +125,17 @@ class EnvPoolCartPole(OthersCartPole):
         return torch.as_tensor(obs, device=self.device), {}
 
     def step(self, actions, noise=None) -> tuple:
+        """EnvPool begins an episode in a step of its own, which is made here at once."""
         actions = actions.cpu().numpy().astype(np.int32)
-        obs, _, terminated, truncated, infos = self.envs.step(actions)
+        final_obs, _, terminated, truncated, infos = self.envs.step(actions)
+        obs = final_obs.copy()
+        ended = np.flatnonzero(terminated | truncated).astype(np.int32)
+        if len(ended):
+            first_obs, first_infos = self.envs.reset(ended)
+            obs[first_infos["env_id"]] = first_obs
         return self.told(
             obs=obs,
-            final_obs=obs,
+            final_obs=final_obs,
             lengths=infos["elapsed_step"],
             terminated=terminated,
             truncated=truncated,
@@ -236,7 +240,10 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def draw(results: list[dict], stem: Path) -> None:
-    """Return over seconds: a panel per number of environments, a line per kind, its runs thin."""
+    """Return over seconds: a panel per number of environments, mean and deviation of each kind.
+
+    A curve ends with the shortest of its runs.
+    """
     import curves
     import env_report
     import matplotlib.pyplot as plt
@@ -251,13 +258,17 @@ def draw(results: list[dict], stem: Path) -> None:
         for name, (kind, number) in known.items():
             if number != num_envs:
                 continue
-            runs = []
-            for found in results:
-                if name in found:
-                    seconds, returns = map(np.array, found[name]["curve"])
-                    runs.append((seconds, returns, ""))
-            look = {"color": env_report.style(kind)["color"]}
-            curves.draw_line(ax, runs, "std", kind, look)
+            runs = [found[name]["curve"] for found in results if name in found]
+            begin = max(seconds[0] for seconds, _ in runs)
+            end = min(seconds[-1] for seconds, _ in runs)
+            grid = np.linspace(begin, end, 200)
+            values = np.array([np.interp(grid, *run) for run in runs])
+            middle = values.mean(0)
+            deviation = values.std(0)
+            colour = env_report.style(kind)["color"]
+            ax.plot(grid, middle, color=colour, label=kind)
+            high = (middle + deviation).clip(max=500)
+            ax.fill_between(grid, middle - deviation, high, color=colour, alpha=0.13, linewidth=0)
         ax.axhline(SOLVED, color="gray", linestyle=":", linewidth=1)
         ax.set(title=f"{num_envs:,} environments", xlabel="seconds of training", ylim=(0, 510))
     panels[0][0].set_ylabel("return, mean of ten rollouts")
