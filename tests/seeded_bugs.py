@@ -1069,7 +1069,7 @@ BUGS = [
         "test_profile.py::test_overlapping_streams_count_as_a_union",
     ),
     Bug(
-        "plots/measure/speedup.py",
+        "plots/measure/processes.py",
         'if same and changed < (run.path / "config.json").stat().st_mtime:',
         "if same:",
         "test_speedup.py::test_the_full_protocol_goes_on_where_it_stopped",

@@ -1,5 +1,7 @@
 """One learner with environments of several kinds: what it sees of them, and the reduction."""
 
+import multiprocessing
+
 import env_learning
 import numpy as np
 import pytest
@@ -36,6 +38,8 @@ def test_what_the_learner_sees(kind):
             steps[i] = 0
             assert next_obs[i].abs().max() <= 0.05
     assert endings >= 2 * num_envs
+    envs.close()
+    assert not multiprocessing.active_children()
 
 
 def test_reduction_by_hand():

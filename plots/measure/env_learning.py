@@ -56,7 +56,10 @@ SETTINGS = {  # number of environments -> flags of the learner
 
 
 class OthersCartPole(script.CartPole):
-    """Environments of a library on the CPU."""
+    """Environments of a library on the CPU, `envs`."""
+
+    def close_extras(self, **kwargs) -> None:
+        self.envs.close()
 
     def told(self, **arrays: np.ndarray) -> tuple:
         """What `step` returns, of obs, final_obs, lengths, terminated and truncated (N, ...)."""
