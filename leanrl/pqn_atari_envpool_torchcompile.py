@@ -166,7 +166,7 @@ class QNetwork(nn.Module):
     # speed: what may make convolutions faster, which the layout of the weights has to know
     def __init__(self, num_actions: int, bf16: bool, channels_last: bool):
         super().__init__()
-        # speed: GPUs convolve faster in bfloat16 and, as CPUs do, with channels last
+        # speed: GPUs convolve faster in bfloat16 and, as some CPUs do, with channels last
         self.bf16 = bf16
         self.layout = torch.contiguous_format
         norm = nn.LayerNorm
@@ -422,7 +422,7 @@ def compile_agent(agent: PQN) -> None:
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
-    if next(agent.parameters()).device.type == "cpu":
+    if next(agent.parameters()).is_cpu:
         # Inductor sums the gradients of a layer norm's weights over the batch column by column,
         # which misses the caches; without its decompositions it calls PyTorch's own kernels
         from torch._inductor.decomposition import decompositions

@@ -25,6 +25,7 @@ failed.
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +154,7 @@ KINDS = {  # of environments -> what makes them, and the most that one takes
 }
 
 
-def arms(numbers: list[int]) -> dict[str, tuple[str, int]]:
+def arms(numbers: Iterable[int] = SETTINGS) -> dict[str, tuple[str, int]]:
     """{name: kind and number of environments}, of these numbers."""
     found = {}
     for num_envs in numbers:
@@ -168,7 +169,7 @@ def arms(numbers: list[int]) -> dict[str, tuple[str, int]]:
 
 def train(name: str, seed: int, exp_name: str) -> None:
     """The worker."""
-    kind, num_envs = arms(list(SETTINGS))[name]
+    kind, num_envs = arms()[name]
     script.CartPole, _ = KINDS[kind]
     settings = SETTINGS[num_envs]
     script.main(script.Args(exp_name=exp_name, seed=seed, num_envs=num_envs, **settings))
@@ -213,7 +214,7 @@ def measure(name: str, seed: int, options, progress) -> dict:
 def summarize(results: list[dict], names: list[str]) -> list[dict]:
     references = {}
     for name in names:
-        _, num_envs = arms(list(SETTINGS))[name]
+        _, num_envs = arms()[name]
         references[name] = f"tensors, {num_envs:,}"
     others = ("simulating", "seconds", "steps")
     rows = rounds.summarize(results, "environments", "of_tensors", references, others)
@@ -251,17 +252,16 @@ def draw(results: list[dict], stem: Path) -> None:
     import env_report
     import matplotlib.pyplot as plt
 
-    made = dict.fromkeys(name for found in results for name in found)
-    known = {name: arm for name, arm in arms(list(SETTINGS)).items() if name in made}
-    numbers = list(dict.fromkeys(num_envs for _, num_envs in known.values()))
+    made = {name for found in results for name in found}
+    numbers = [num_envs for num_envs in SETTINGS if made & arms([num_envs]).keys()]
     size = (4.6 * len(numbers) + 1.8, 3.8)
     figure, panels = plt.subplots(1, len(numbers), figsize=size, squeeze=False)
     figure.set_layout_engine("constrained")
     for ax, num_envs in zip(panels[0], numbers, strict=True):
-        for name, (kind, number) in known.items():
-            if number != num_envs:
-                continue
+        for name, (kind, _) in arms([num_envs]).items():
             runs = [found[name]["curve"] for found in results if name in found]
+            if not runs:
+                continue
             begin = max(seconds[0] for seconds, _ in runs)
             end = min(seconds[-1] for seconds, _ in runs)
             grid = np.linspace(begin, end, 200)
@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
         train(options.worker, options.seed, options.exp_name)
         return 0
     on_gpu = torch.cuda.is_available()
-    names = list(arms([16, 256, 4096] if on_gpu else [16, 256]))
+    names = list(arms(num_envs for num_envs in SETTINGS if num_envs <= 256 or on_gpu))
     options.steps = 1_000_000  # for the bar
     results, failures = rounds.take_turns(names, options, measure)
     rows = summarize(results, names)

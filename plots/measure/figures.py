@@ -95,11 +95,10 @@ def is_made(figure: Figure, out: Path) -> bool:
     return all(found)
 
 
-def make(command: list[str], out: Path) -> bool:
-    """Runs a command of a figure; whether it succeeded."""
-    log = out / "logs" / f"figures-{Path(command[0]).stem}.log"
-    words = [word.replace("{out}", str(out)) for word in command]
-    status = processes.run_logged([sys.executable, *words], log)
+def make(command: list[str], logs: Path) -> bool:
+    """Runs a command, in which {out} is filled in; whether it succeeded."""
+    log = logs / f"figures-{Path(command[0]).stem}.log"
+    status = processes.run_logged([sys.executable, *command], log)
     print(f"    see {shown(log)}")
     if status:
         print(processes.last_lines(log), file=sys.stderr)
@@ -117,9 +116,10 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0
     for figure in chosen:
         print(f"{figure.source}:", flush=True)
+        commands = []
         for command in figure.commands:
-            said = [word.replace("{out}", shown(options.out)) for word in command]
-            print(f"    {shlex.join(['python', *said])}")
+            commands.append([word.replace("{out}", shown(options.out)) for word in command])
+            print(f"    {shlex.join(['python', *commands[-1]])}")
         if figure.needs_gpu and not torch.cuda.is_available():
             print(f"    without a GPU not: {figure.needs_gpu}")
         if options.list:
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("    kept")
             continue
         begin = time.monotonic()
-        failed += not all(make(command, options.out) for command in figure.commands)
+        failed += not all(make(command, options.out / "logs") for command in commands)
         print(f"    {time.monotonic() - begin:,.0f} s")
         for name in figure.files:
             path = options.out / f"{name}.png"

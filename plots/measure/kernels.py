@@ -42,8 +42,10 @@ from run_dirs import ROOT
 NODE_US = (2, 3)  # of a kernel in a graph, on H100s: shared by many reports, measured nowhere here
 BYTES_PER_SECOND = 3.35e12
 HALFCHEETAH = ["--env-id", "HalfCheetah-v5"]
-OFF_POLICY = ["--learning-starts", "20", "--buffer-size", "1000", "--total-timesteps", "34"]
-ON_POLICY = ["--num-steps", "256", "--num-minibatches", "4", "--total-timesteps", "1280"]
+OFF_POLICY = [*HALFCHEETAH, "--learning-starts", "20", "--buffer-size", "1000"]
+OFF_POLICY += ["--total-timesteps", "34"]
+ON_POLICY = [*HALFCHEETAH, "--num-steps", "256", "--num-minibatches", "4"]
+ON_POLICY += ["--total-timesteps", "1280"]
 TENSORS = ["--num-envs", "64", "--num-steps", "8", "--update-epochs", "1"]
 TENSORS += ["--total-timesteps", str(5 * 64 * 8)]
 ATARI = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2"]
@@ -66,13 +68,9 @@ class Script(NamedTuple):
 
 SETTLED = ("settle", "observe")
 SCRIPTS = {
-    "sac_continuous_action": Script(
-        [*HALFCHEETAH, *OFF_POLICY], (25, 29), ("act", "update", "draw")
-    ),
-    "td3_continuous_action": Script(
-        [*HALFCHEETAH, *OFF_POLICY], (25, 29), ("act", "update", "draw")
-    ),
-    "ppo_continuous_action": Script([*HALFCHEETAH, *ON_POLICY], (3, 4), ("prepare", "learn")),
+    "sac_continuous_action": Script(OFF_POLICY, (25, 29), ("act", "update", "draw")),
+    "td3_continuous_action": Script(OFF_POLICY, (25, 29), ("act", "update", "draw")),
+    "ppo_continuous_action": Script(ON_POLICY, (3, 4), ("prepare", "learn")),
     "ppo_cartpole_gpu": Script(TENSORS, (3, 4), ("roll_out", "learn")),
     "ppo_atari_envpool": Script(ATARI, (3, 4), ("act", "learn")),
     "ppo_mujoco_gpu": Script(PPO_WORLDS, (3, 4), ("act", "prepare", "learn"), SETTLED),
@@ -91,7 +89,6 @@ def work(script: str) -> dict:
     sys.path.append(str(ROOT / "tests"))
     triton_on_cpu = import_module("triton_on_cpu")  # before anything else imports Triton
     import torch
-    from torch._inductor.decomposition import decompositions
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -167,9 +164,7 @@ def work(script: str) -> dict:
     compile_agent = module.compile_agent
 
     def compile_and_capture(agent):
-        of_a_gpu = dict(decompositions)
         compile_agent(agent)
-        decompositions.update(of_a_gpu)  # of which PQN takes some away on a CPU
         for name in names:
             if name != "draw":
                 in_place = name == "update"  # whose batch is always the buffer's

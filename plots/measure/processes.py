@@ -148,17 +148,19 @@ def run_and_read(
     return read_log(status, log, what, partial(read_logged, whole=limit == math.inf))
 
 
-def find_made(command: list[str], runs: list[Run], here: dict) -> Run | None:
-    """The last of `runs` that `command`, which follows `python`, has made with its script as it is.
+def find_made(commands: dict[str, list[str]], runs: list[Run], here: dict) -> dict[str, Run]:
+    """{name: the last of `runs` that its command has made here}, of those that need not run again.
 
-    And on a machine like this one: `here` is `this_machine`.
+    A command is what follows `python`; its script has not changed since. `here` is `this_machine`.
     """
-    changed = (ROOT / command[0]).stat().st_mtime
-    for run in reversed(runs):
-        same = run.config["command"] == " ".join(command) and not differences(run.config, here)
-        if same and changed < (run.path / "config.json").stat().st_mtime:
-            return run
-    return None
+    found = {}
+    for name, command in commands.items():
+        changed = (ROOT / command[0]).stat().st_mtime
+        for run in runs:
+            same = run.config["command"] == " ".join(command) and not differences(run.config, here)
+            if same and changed < (run.path / "config.json").stat().st_mtime:
+                found[name] = run
+    return found
 
 
 def numbers(run: Run, command: list[str]) -> dict:

@@ -246,11 +246,7 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
 def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
     """{name: run} of the jobs that need not run again; `here` is `this_machine`."""
     runs, _ = read_runs([ROOT / "runs"])
-    kept = {}
-    for job in jobs:
-        if run := processes.find_made(job.command[1:], runs, here):
-            kept[job.name] = run
-    return kept
+    return processes.find_made({job.name: job.command[1:] for job in jobs}, runs, here)
 
 
 def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> None:

@@ -187,11 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("skipped: pong, no envpool: pip install -r requirements/envpool.txt")
     here = run_dirs.this_machine()
     before, _ = run_dirs.read_runs([ROOT / "runs"]) if (ROOT / "runs").exists() else ([], [])
-    before = [run for run in before if run.trace]
-    found = {}
-    for name, command in commands.items():
-        if run := processes.find_made(command, before, here):
-            found[name] = run
+    traced = [run for run in before if run.trace]
+    found = processes.find_made(commands, traced, here)
     logs = options.out / "logs"
     turns = [make(name, commands[name], logs) for name in commands if name not in found]
     results, failures = processes.make_all(turns)
