@@ -13,8 +13,9 @@ table, the GPU above the processor. Of several runs of a row the newest counts.
     processor       percent of one core that the process takes, user and system time of all its
                     threads over wall-clock time: 200% are two cores. Other processes of a run are
                     not in it, evaluations are
-    area            percent-seconds: the mean over the window times its length. Of two rows that
-                    make the same steps the one with less has taken less of the machine
+    area            percent-seconds under the line, which lacks up to two seconds of the window: in
+                    windows of a few seconds, as in the quick table, rows cannot be compared by it.
+                    Of two long ones of as many steps that with less has taken less of the machine
     window          seconds of the steady window, which has no compilation
 
 All are from stages.json of the runs, where the stopwatch has written them.
