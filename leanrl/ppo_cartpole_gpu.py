@@ -549,10 +549,10 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
         self.sampled = False
         self.nvml = []
-        self.cpu = []
         self.first_step = self.env_steps
         self.iterations = 0
         self.start = self.since = perf_counter()
+        self.cpu = [(self.since - self.born, time.process_time())]
 
     def charge(self):  # the time since the last call belongs to the innermost open stage
         now = perf_counter()
@@ -595,7 +595,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
             self.result = self.measure(env_steps)
             self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
-        if len(self.cpu) < self.since - self.start - 1:  # once a second
+        if len(self.cpu) < self.since - self.start:  # once a second
             self.cpu.append((self.since - self.born, time.process_time()))
         self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
         if self.sampled:
@@ -619,13 +619,13 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
             "iterations": self.iterations,
             "seconds": seconds,
             "stages": dict(self.seconds),
+            "cpu_seconds": [*self.cpu, (self.since - self.born, time.process_time())],
         }
 
     def report(self, path):  # writes the report and a trace beside it, then prints a table
         report = self.result or self.measure(self.env_steps)
         report["wall_seconds"] = perf_counter() - self.born
         report["nvml_percent"] = self.nvml
-        report["cpu_seconds"] = self.cpu
         report["gpu_stages"] = Counter()
         for sample in self.samples:
             for (_, first), (name, last) in pairwise(sample):

@@ -1,6 +1,6 @@
 """How busy the machine is while a script trains: GPU and processor over time, and their area.
 
-    python plots/utilization.py runs/               every run in runs/ that lasted long enough
+    python plots/utilization.py runs/               every run in runs/
     python plots/utilization.py runs/A runs/B --out plots/results/utilization_cpu
 
 LeanRL shows the GPU's utilization over the course of training with the area under the curve; on a
@@ -13,10 +13,10 @@ table, the GPU above the processor. Of several runs of a row the newest counts.
     processor       percent of one core that the process takes, user and system time of all its
                     threads over wall-clock time: 200% are two cores. Other processes of a run are
                     not in it, evaluations are
-    area            percent-seconds under the line, which lacks up to two seconds of the window: in
-                    windows of a few seconds, as in the quick table, rows cannot be compared by it.
-                    Of two long ones of as many steps that with less has taken less of the machine
-    window          seconds of the steady window, which has no compilation
+    area            percent-seconds under the line. Of two runs of as many steps that with less has
+                    taken less of the machine; a quick table gives each row the same seconds, so
+                    that there percent and steps/s are what can be compared
+    window          seconds of the steady window, which has no compilation but evaluations
 
 All are from stages.json of the runs, where the stopwatch has written them.
 """
@@ -30,53 +30,55 @@ import matplotlib.pyplot as plt
 import run_dirs
 from run_dirs import Run, label, short, shown
 
+Step = tuple[float, float, float]  # seconds where it begins and ends, percent
 KINDS = {"GPU": "GPU busy (%)", "processor": "processor (% of a core)"}
 
 
-def processor_percent(samples: list[list[float]]) -> list[tuple[float, float]]:
-    """Processor seconds at times -> (middle, percent) of each gap between two of them."""
+def processor_steps(samples: list[list[float]]) -> list[Step]:
+    """Processor seconds at times -> percent of a core between each two of them."""
     found = []
     for (begin, before), (end, after) in pairwise(samples):
         if end > begin:
-            found.append(((begin + end) / 2, 100 * (after - before) / (end - begin)))
+            found.append((begin, end, 100 * (after - before) / (end - begin)))
     return found
 
 
-def area(samples: list[tuple[float, float]]) -> float:
-    """Percent-seconds under the line through (seconds, percent), by trapezoids."""
-    total = 0.0
-    for (begin, before), (end, after) in pairwise(samples):
-        total += (end - begin) * (before + after) / 2
-    return total
+def gpu_steps(samples: list[list[float]], begin: float, end: float) -> list[Step]:
+    """Percents at times -> percent since the sample before; the last holds until the end."""
+    edges = [begin, *(at for at, _ in samples[:-1]), end]
+    percents = [percent for _, percent in samples]
+    return [(*edge, percent) for edge, percent in zip(pairwise(edges), percents, strict=False)]
+
+
+def area(line: list[Step]) -> float:
+    """Percent-seconds under the line."""
+    return sum((end - begin) * percent for begin, end, percent in line)
 
 
 def reduce(run: Run) -> dict | None:
-    """A run -> its lines and their areas; None if it has less than two samples of either kind."""
-    on_gpu = run.stages.get("nvml_percent", [])
+    """A run -> its lines and their areas; None if it has no processor seconds."""
     on_cpu = run.stages.get("cpu_seconds", [])
-    lines = {
-        "GPU": [tuple(sample) for sample in on_gpu],
-        "processor": processor_percent(on_cpu),
-    }
-    lines = {kind: line for kind, line in lines.items() if len(line) > 1}
-    if not lines:
+    on_gpu = run.stages.get("nvml_percent", [])
+    processor = processor_steps(on_cpu)
+    if not processor:
         return None
+    begin, end = on_cpu[0][0], on_cpu[-1][0]
+    lines = {"processor": processor}
+    if on_gpu:
+        lines["GPU"] = gpu_steps(on_gpu, begin, end)
     row = {
         "script": run.script,
         "env_id": run.env_id,
         "row": run.row,
         "run": shown(run.path),
-        "window": run.stages["seconds"],
+        "window": end - begin,
         "steps_per_second": run.stages["sps_steady"],
         "lines": lines,
     }
     for kind, line in lines.items():
-        found = area(line)
-        begin, _ = line[0]
-        end, _ = line[-1]
         row[kind] = {
-            "area": found,
-            "mean": found / (end - begin),
+            "area": area(line),
+            "mean": area(line) / (end - begin),
         }
     return row
 
@@ -141,22 +143,23 @@ def draw_panel(ax, rows: list[dict], kind: str) -> None:
     for row in rows:
         if kind not in row:
             continue
-        begin = row["lines"][kind][0][0]
-        seconds = [at - begin for at, _ in row["lines"][kind]]
-        percents = [percent for _, percent in row["lines"][kind]]
+        line = row["lines"][kind]
+        start = line[0][0]
+        edges = [0.0, *(end - start for _, end, _ in line)]
+        percents = [percent for *_, percent in line]
         said = f"{row['row']}: {short(row[kind]['area'])} %s"
         colour = curves.COLOURS[row["row"]]
-        ax.plot(seconds, percents, color=colour, label=said, linewidth=1.2)
-        ax.fill_between(seconds, percents, color=colour, alpha=0.12, linewidth=0)
+        ax.stairs(percents, edges, color=colour, label=said, linewidth=1.2, baseline=None)
+        ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
     ax.set_ylim(bottom=0)
     ax.legend(fontsize=7.5, frameon=False, title="area under the curve", title_fontsize=7.5)
 
 
 def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
-    """Table and figure of those `runs` that were long enough; the figure's files."""
+    """Table and figure of those `runs` that have samples; the figure's files."""
     rows = reduce_all(runs)
     if not rows:
-        print("no utilization: no run has two seconds of its steady window", file=sys.stderr)
+        print("no utilization: no run has written what its processor did", file=sys.stderr)
         return []
     chosen = [run for run in runs if shown(run.path) in {row["run"] for row in rows}]
     record = run_dirs.record_of(chosen, rows)

@@ -58,7 +58,7 @@ def report(steady=10.0, gpu=False):
         "stages": seconds,
         "gpu_stages": {"backpropagation": 3.0} if gpu else {},
         "cpu_seconds": [[2.0, 1.0], [4.0, 4.0], [6.0, 5.0]],
-        "nvml_percent": [[2.0, 0], [4.0, 100], [6.0, 50]] if gpu else [],
+        "nvml_percent": [[3.0, 0], [4.0, 100], [5.0, 50]] if gpu else [],
     }
 
 

@@ -704,8 +704,9 @@ def test_graphed_runs_agree_with_eager(flags):
 
 
 @SCRIPTS
-def test_run_from_end_to_end(module, tmp_path, capsys):
-    """The baseline in a process of its own, the variant in this one."""
+def test_run_from_end_to_end(module, tmp_path, capsys, monkeypatch):
+    """The baseline in a process of its own, the variant in this one, on an older processor."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     flags = SMALL | {"total_timesteps": 1000, "update_epochs": 1}
     flags |= {"eval_every": 800, "eval_episodes": 1}
     if module is baseline:
@@ -713,9 +714,10 @@ def test_run_from_end_to_end(module, tmp_path, capsys):
         name = Path(baseline.__file__).name
         err = run(tmp_path, name, *words, "--save-model", "--capture-video").stderr
     else:
-        flags |= {"cudagraphs": True, "channels_last": True}
+        flags |= {"cudagraphs": True, "channels_last": True, "bf16": True}
         train(variant, **flags, save_model=True, capture_video=True)
         err = capsys.readouterr().err
+        assert err.count("--bf16: this processor would") == (not torch.cuda.is_available())
         assert err.count("without CUDA it has no effect") == (not torch.cuda.is_available())
     run_dir, config, stages, values = read_run(tmp_path)
     assert run_dir.name in err and config["args"]["env_id"] == "Breakout-v5"

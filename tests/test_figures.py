@@ -635,19 +635,23 @@ def test_breakdown_sums_to_the_untraced_time(runs):
 
 
 def test_utilization_is_the_area_under_the_curve(tmp_path, capsys):
-    """Processor seconds 1, 4, 5 at 2, 4, 6 s: 150% at 3 s, 50% at 5 s; NVML said 0, 100, 50."""
+    """Processor seconds 1, 4, 5 at 2, 4, 6 s: 150%, then 50%; NVML at 3, 4, 5 s: 0, 100, 50."""
     make_run(tmp_path / "runs", 1, config("baseline", gpu="H"), report(gpu=True))
     make_run(tmp_path / "runs", 2, config("compile"), report() | {"sps_steady": None})
-    short = config("eager", env_id="Hopper-v5"), report() | {"cpu_seconds": [[2.0, 1.0]]}
-    make_run(tmp_path / "runs", 3, *short)
+    brief = report() | {"cpu_seconds": [[2.0, 1.0], [2.5, 1.25]], "seconds": 0.5}
+    make_run(tmp_path / "runs", 3, config("eager", env_id="Hopper-v5"), brief)
+    nothing = report() | {"cpu_seconds": [[2.0, 1.0]]}
+    make_run(tmp_path / "runs", 4, config("eager", env_id="Ant-v5"), nothing)
     assert utilization.main([str(tmp_path / "runs"), "--out", str(tmp_path / "u")]) == 0
-    on_gpu, on_cpu = json.loads((tmp_path / "u.json").read_text())["rows"]
-    assert on_gpu["GPU"] == {"area": 100 + 150, "mean": 250 / 4}
-    assert on_gpu["processor"] == on_cpu["processor"] == {"area": 200, "mean": 100}
-    assert on_gpu["lines"]["processor"] == [[3, 150], [5, 50]]
+    on_gpu, on_cpu, hopper = json.loads((tmp_path / "u.json").read_text())["rows"]
+    assert on_gpu["lines"]["GPU"] == [[2, 3, 0], [3, 4, 100], [4, 6, 50]]
+    assert on_gpu["GPU"] == {"area": 100 + 2 * 50, "mean": 200 / 4}
+    assert on_gpu["processor"] == on_cpu["processor"] == {"area": 400, "mean": 100}
+    assert on_gpu["lines"]["processor"] == [[2, 4, 150], [4, 6, 50]] and on_gpu["window"] == 4
+    assert hopper["processor"] == {"area": 25, "mean": 50} and hopper["window"] == 0.5
     assert (on_gpu["row"], on_cpu["row"]) == ("baseline", "compile") and "GPU" not in on_cpu
     table = (tmp_path / "u.md").read_text()
-    assert "| 62 | 250 | 100 | 200 |" in table and "| - | - | - | 100 | 200 |" in table
+    assert "| 50 | 200 | 100 | 400 |" in table and "| - | - | - | 100 | 400 |" in table
     assert image_size(tmp_path / "u.png")[0] > 400
     assert utilization.main([str(tmp_path / "runs/none"), "--out", str(tmp_path / "n")]) == 1
     assert "no utilization" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_the_steady_window_leaves_out_warm_up_and_evaluation(mode, clock, tmp_pa
         "stages": spent,
         "gpu_stages": {},  # not measured, never 0
         "nvml_percent": [],
-        "cpu_seconds": [(174.0, 137.0), (278.0, 189.0), (382.0, 241.0)],
+        "cpu_seconds": [(at, at / 2 + 50) for at in (70.0, 174.0, 278.0, 382.0, 432.0)],
     }
     out, err = capsys.readouterr()
     lines = [line.split() for line in err.splitlines()]
@@ -166,8 +166,9 @@ def test_cuda_sampling_with_a_fake_cuda(clock, monkeypatch, tmp_path):
     assert report["gpu_stages"]["inference"] == pytest.approx(4 * 61 * 0.5)
     assert report["gpu_stages"]["replay"] == pytest.approx(4 * 61 * 0.25)
     assert report["nvml_percent"] == [(at - 100.0, 40) for at in asked]
-    gaps = [later - sooner for (sooner, _), (later, _) in pairwise(report["cpu_seconds"])]
-    assert len(gaps) == 121 and set(gaps) <= {0.75, 1.0, 1.25}, "about once a second"
+    begin, *samples, end = report["cpu_seconds"]
+    gaps = [later - sooner for (sooner, _), (later, _) in pairwise([begin, *samples])]
+    assert len(gaps) == 122 and set(gaps) <= {0.75, 1.0, 1.25}, "about once a second"
 
 
 def test_the_clock_is_read_when_the_device_has_done_its_work(clock, monkeypatch, tmp_path):
