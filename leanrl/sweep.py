@@ -24,10 +24,10 @@ In runs/GROUP/ID/ it leaves variant.json (script, parameters, command), status.j
 stdout.log, runs/ (the run itself) and attempts/ (what former attempts have left).
 
 A second launch skips what is finished, starts what waits, was stopped or lost with its launcher;
-what failed is named, and runs again with --retry-failed. One failure stops no other, nor does the
-end of who reads the output. Exit status 0 if all variants are finished, 1 if one is not, 2 if the
-sweep makes no sense or runs/ cannot be written, 130 after Ctrl-C, which ends all runs on this
-machine first.
+what failed is named, and runs again with --retry-failed; with --again all run again, for instance
+after a change of the script. One failure stops no other, nor does the end of who reads the output.
+Exit status 0 if all variants are finished, 1 if one is not, 2 if the sweep makes no sense or runs/
+cannot be written, 130 after Ctrl-C, which ends all runs on this machine first.
 
 With --launcher ray the sweep becomes one job of the cluster, which asks for no resources, and every
 variant a task of it, which waits for --cpus-per-run and --gpus-per-run. Ray ships the code. If the
@@ -511,7 +511,11 @@ def run(options: argparse.Namespace) -> int:
         sync(options)
     on_ray = options.launcher == "ray"
     with nullcontext() if on_ray else lock(RUNS / options.group):
-        over = ("finished",) if options.retry_failed else ("finished", "failed")
+        over = {"finished", "failed"}
+        if options.retry_failed:
+            over = {"finished"}
+        if options.again:
+            over = set()
         todo = [variant for variant in variants if variant.status.get("state") not in over]
         say(f"{len(variants)} variants, {len(variants) - len(todo)} done before")
         for variant in todo:
@@ -619,6 +623,7 @@ def main(words: list[str] | None = None) -> int:
     one.add_argument("sweep", type=Path, help="a Python file, see leanrl/sweeps/")
     one.add_argument("--dry-run", action="store_true", help="print the number and the commands")
     one.add_argument("--retry-failed", action="store_true", help="run what failed once more")
+    one.add_argument("--again", action="store_true", help="run all, also what is finished")
     one.add_argument("--max-variants", type=int, default=20, help="refuse more")
     one.add_argument("--gpus-per-run", type=float, help="0.25: four runs share a GPU")
     one.add_argument("--workers", type=int, help="at a time")

@@ -252,7 +252,10 @@ def test_a_failure_stops_no_other_and_is_named(place):
     assert {k: v for k, v in found_in(place).items() if k in first} == first
     attempts = list((place / "runs/study").glob("*/attempts/1/stdout.log"))
     assert len(attempts) == 3 and "what went wrong" in attempts[0].read_text()
-    call("run", path, check=0)
+    assert "6 done before" in call("run", path, check=0).stdout
+    assert "0 done before" in call("run", path, "--again", "--workers", 2, check=0).stdout
+    assert states(place) == ["finished"] * 6
+    assert len(list((place / "runs/study").glob("*/attempts/*/stdout.log"))) == 3 + 6
 
 
 def test_a_run_that_a_signal_killed_has_failed(place):

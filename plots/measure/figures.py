@@ -35,6 +35,7 @@ class Figure(NamedTuple):
 
 
 OUT = ("--out", "{out}")
+LAB = ("leanrl/sweep.py", "run", "leanrl/sweeps/cartpole_lambda.py")
 FIGURES = [
     Figure(
         "LeanRL: speed-up and utilization; CS267: figure 8, a profile",
@@ -69,7 +70,7 @@ FIGURES = [
     Figure(
         "the lab: mean and standard deviation over variants",
         [
-            ["leanrl/sweep.py", "run", "leanrl/sweeps/cartpole_lambda.py", "--workers", "2"],
+            [*LAB, "--workers", "2", "--again"],
             ["plots/curves.py", "runs/cartpole_lambda", "--band", "std", "--out", "{out}/lab"],
         ],
         ["lab_learning", "lab_scores"],
