@@ -705,7 +705,11 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             "versions": {"torch": torch.__version__},
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+            "processor": None,
         }
+        with suppress(OSError, TypeError):  # not Linux, or it does not say
+            cpus = Path("/proc/cpuinfo").read_text()
+            config["processor"] = re.search("model name.*: (.*)", cpus)[1]
         with replacing(self.dir / f"config{self.suffix}") as file:
             file.write(json.dumps(config, indent=2).encode())
         if args.track:

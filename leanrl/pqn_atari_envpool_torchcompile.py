@@ -461,10 +461,11 @@ def main(args: Args) -> Path:
     on_gpu = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     # speed: a processor that emulates bfloat16 is many times slower than in float32
-    cpu = torch.cpu.get_capabilities()
-    if args.bf16 and not on_gpu and not (cpu.get("avx512_bf16") or cpu.get("bf16")):
-        print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
-        args.bf16 = False
+    if args.bf16 and not on_gpu:
+        cpu = torch.cpu.get_capabilities()
+        args.bf16 = cpu.get("avx512_bf16", False) or cpu.get("bf16", False)
+        if not args.bf16:
+            print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
         steps = f"{batch_size:,} steps"
@@ -811,7 +812,11 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             "versions": {"torch": torch.__version__},
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
+            "processor": None,
         }
+        with suppress(OSError, TypeError):  # not Linux, or it does not say
+            cpus = Path("/proc/cpuinfo").read_text()
+            config["processor"] = re.search("model name.*: (.*)", cpus)[1]
         with replacing(self.dir / f"config{self.suffix}") as file:
             file.write(json.dumps(config, indent=2).encode())
         if args.track:

@@ -204,7 +204,8 @@ def label(script: str) -> str:
 
 
 def processor(cpu: dict) -> str:
-    return f"{cpu['model']}, {cpu['cores']} cores" if cpu["model"] else "unknown processor"
+    model = cpu["model"] or "unknown processor"
+    return f"{model}, {cpu['cores']} cores" if cpu["cores"] else model
 
 
 # Machines
@@ -342,7 +343,8 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     found = {"python": None, "gpu_driver": None, "load_average": None, "git_commit": None}
     found |= read_json(beside) if beside.exists() else machine or {}
     versions = found.get("versions", {}) | config["versions"]
-    cpu = {"model": None, "vectors": None, "cores": None} | found.get("cpu", {})
+    model = config.pop("processor", None)
+    cpu = {"model": model, "vectors": None, "cores": None} | found.get("cpu", {})
     cpu["threads"] = config["threads"]
     return found | config | {"cpu": cpu, "versions": versions}
 

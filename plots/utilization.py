@@ -30,12 +30,18 @@ import matplotlib.pyplot as plt
 import run_dirs
 from run_dirs import Run, label, short, shown
 
+SHORTEST = 0.5  # seconds
 Step = tuple[float, float, float]  # seconds where it begins and ends, percent
 KINDS = {"GPU": "GPU busy (%)", "processor": "processor (% of a core)"}
 
 
 def processor_steps(samples: list[list[float]]) -> list[Step]:
-    """Processor seconds at times -> percent of a core between each two of them."""
+    """Processor seconds at times -> percent of a core between each two of them.
+
+    The last gap, which ends with the window, joins the one before if it is too short to tell.
+    """
+    if len(samples) > 2 and samples[-1][0] - samples[-2][0] < SHORTEST:
+        samples = [*samples[:-2], samples[-1]]
     found = []
     for (begin, before), (end, after) in pairwise(samples):
         if end > begin:
@@ -140,9 +146,8 @@ def draw(rows: list[dict], runs: list[Run]):
 
 def draw_panel(ax, rows: list[dict], kind: str) -> None:
     """One line per row over the seconds since its steady window began."""
+    rows = [row for row in rows if kind in row]
     for row in rows:
-        if kind not in row:
-            continue
         line = row["lines"][kind]
         start = line[0][0]
         edges = [0.0, *(end - start for _, end, _ in line)]
@@ -151,6 +156,8 @@ def draw_panel(ax, rows: list[dict], kind: str) -> None:
         colour = curves.COLOURS[row["row"]]
         ax.stairs(percents, edges, color=colour, label=said, linewidth=1.2, baseline=None)
         ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
+    if not rows:
+        return
     ax.set_ylim(bottom=0)
     ax.legend(fontsize=7.5, frameon=False, title="area under the curve", title_fontsize=7.5)
 

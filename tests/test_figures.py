@@ -17,6 +17,7 @@ import env_report
 import env_scaling
 import field
 import growth
+import matplotlib.pyplot as plt
 import numpy as np
 import overhead
 import physics
@@ -162,6 +163,9 @@ def test_what_the_machine_was_stands_beside_the_run(tmp_path, monkeypatch):
     lines = run_dirs.describe(record)
     assert "CPU: unknown processor, 2 torch threads" in lines
     assert "Python unknown, torch 2.13.0" in lines
+    (path / "config.json").write_text(json.dumps(config() | {"processor": "Babbage"}))
+    (line,) = run_dirs.describe(run_dirs.machine([run_dirs.read_run(path).config]))[:1]
+    assert line == "CPU: Babbage, 2 torch threads"
     here = run_dirs.this_machine()
     assert here["cpu"].keys() == {"model", "vectors", "cores"} and len(here["load_average"]) == 3
     assert here["versions"].keys() == {"torch", "gymnasium"}
@@ -603,6 +607,17 @@ def test_scores_count_who_never_arrives(sweep_runs, tmp_path, capsys):
     assert line.split()[-2:] == ["400", "1"]  # median and never: the latter is the last of three
 
 
+def test_the_mean_ends_with_the_first_finished_run():
+    """Afterwards it would be that of others, and jump; an interrupted run ends nothing."""
+    ends = ((4, ""), (3, ""), (2, "interrupted"))
+    lines = [(np.arange(float(end)), np.ones(end), missing) for end, missing in ends]
+    figure, ax = plt.subplots()
+    curves.draw_line(ax, lines, "std", "a", {"color": "k"})
+    (mean,) = (line for line in ax.get_lines() if line.get_label() == "a (n=3, 1 interrupted)")
+    assert mean.get_xdata().max() == 2 and np.isfinite(mean.get_ydata()).all()
+    plt.close(figure)
+
+
 def test_choices_of_the_command(sweep_runs, tmp_path, capsys):
     out = tmp_path / "out/s"
     flags = ["--x", "seconds", "--band", "std", "--by", "num-minibatches"]
@@ -638,7 +653,7 @@ def test_utilization_is_the_area_under_the_curve(tmp_path, capsys):
     """Processor seconds 1, 4, 5 at 2, 4, 6 s: 150%, then 50%; NVML at 3, 4, 5 s: 0, 100, 50."""
     make_run(tmp_path / "runs", 1, config("baseline", gpu="H"), report(gpu=True))
     make_run(tmp_path / "runs", 2, config("compile"), report() | {"sps_steady": None})
-    brief = report() | {"cpu_seconds": [[2.0, 1.0], [2.5, 1.25]], "seconds": 0.5}
+    brief = report() | {"cpu_seconds": [[2.0, 1.0], [2.25, 1.125], [2.5, 1.25]], "seconds": 0.5}
     make_run(tmp_path / "runs", 3, config("eager", env_id="Hopper-v5"), brief)
     nothing = report() | {"cpu_seconds": [[2.0, 1.0]]}
     make_run(tmp_path / "runs", 4, config("eager", env_id="Ant-v5"), nothing)
@@ -649,6 +664,7 @@ def test_utilization_is_the_area_under_the_curve(tmp_path, capsys):
     assert on_gpu["processor"] == on_cpu["processor"] == {"area": 400, "mean": 100}
     assert on_gpu["lines"]["processor"] == [[2, 4, 150], [4, 6, 50]] and on_gpu["window"] == 4
     assert hopper["processor"] == {"area": 25, "mean": 50} and hopper["window"] == 0.5
+    assert hopper["lines"] == {"processor": [[2, 2.5, 50]]}
     assert (on_gpu["row"], on_cpu["row"]) == ("baseline", "compile") and "GPU" not in on_cpu
     table = (tmp_path / "u.md").read_text()
     assert "| 50 | 200 | 100 | 400 |" in table and "| - | - | - | 100 | 400 |" in table
