@@ -90,6 +90,7 @@ def wait(why: str) -> None:
     if Graph.current:
         report_problem(f"the host waits during a capture: {why}")
     waits[f"{site()} {why}"] += 1
+    counts["waits"] += 1
     with _disable_current_modes():
         for source, expected, at in reads:
             if not torch.equal(source, expected):
@@ -102,6 +103,7 @@ def wait(why: str) -> None:
 
 def upload(source: Tensor, non_blocking: bool) -> None:
     """Accounts for a copy from the host; memory that is not pinned is staged, so it may change."""
+    counts["uploads"] += not Graph.current  # whose copies the host does not ask for
     is_pinned = place_of(source) == "pinned"
     if Graph.current and not (is_pinned and non_blocking):
         report_problem("a copy from the CPU during a capture, but not from pinned memory")
@@ -113,6 +115,7 @@ def upload(source: Tensor, non_blocking: bool) -> None:
 
 def download(target: Tensor, non_blocking: bool) -> None:
     """Accounts for a copy to the host that has been made; the host may not read it yet."""
+    counts["downloads"] += not Graph.current
     if Graph.current:
         report_problem("a copy to the CPU during a capture")
     if not (non_blocking and place_of(target) == "pinned"):

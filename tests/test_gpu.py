@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import gpu
+import kernels
 import pytest
 from conftest import ROOT
 
@@ -74,3 +77,26 @@ def test_all_of_it_is_rehearsed(tmp_path):
     for step in gpu.STEPS:
         assert f"| {step.name} |" in page
     assert "CUDA would refuse" not in page
+
+
+def test_the_table_of_kernels_adds_up(tmp_path, monkeypatch):
+    """4 + 2 + 1.5 launches, 1 replay with 2 copies and 0.5 beside it; 3.35 MB take 1 us."""
+    counted = {
+        "launches": {"Inductor": 4, "products": 2, "others": 1.5, "bytes": 3.35e6}
+        | {"replays": 1, "copies": 2, "outside": 0.5},
+        "transfers": {"uploads": 1, "downloads": 0.5, "waits": 0.25},
+    }
+    monkeypatch.setattr(kernels, "call_worker", lambda work, *_: counted[work])
+    assert kernels.main(["--only", "sac_continuous_action", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert (row["in all"], row["with graphs"]) == (7.5, 3.5)
+    assert row["us on an H100"] == pytest.approx([7.5 * 2 + 1, 7.5 * 3 + 1])
+    table = (tmp_path / "kernels.md").read_text()
+    assert "| 7.5 | 3.5 | 3.4 | 16-24 | 1.00 | 0.50 | 0.25 |" in table
+
+
+def test_counts_are_per_step_of_all_environments():
+    found = [(0, Counter()), (16, Counter(waits=2)), (48, Counter(waits=6, uploads=4))]
+    args = SimpleNamespace(num_envs=8)
+    assert kernels.per_step(found, (1, 2), args) == {"waits": 1, "uploads": 1}
+    assert kernels.per_step(found, (1, 2), SimpleNamespace())["waits"] == 4 / 32

@@ -14,6 +14,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import math
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +30,11 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-BLOCKS = "XBLOCK", "YBLOCK", "R0_BLOCK"
+BLOCKS = {  # of an axis: its name in size_hints, and the most that Inductor reckons with
+    "R0_BLOCK": ("r0_", 4096),
+    "XBLOCK": ("x", 4096),
+    "YBLOCK": ("y", 1024),
+}
 launches = Counter()  # of each kernel, by its name
 ran = {}  # compiled function -> whether it has been called
 
@@ -102,11 +107,24 @@ def convert(convert_others, value):
     return convert_others(value)
 
 
+def enlarge(sizes: dict, hints: dict) -> None:
+    """Blocks as large as Triton allows: each block costs the interpreter milliseconds.
+
+    An axis that is in `hints` alone is a reduction's that one block takes whole.
+    """
+    blocks = {}
+    for name, (axis, _) in BLOCKS.items():
+        blocks[name] = sizes.get(name, hints.get(axis, 1))
+    for name, (axis, most) in BLOCKS.items():
+        if name in sizes:
+            others = math.prod(blocks.values()) // blocks[name]
+            room = tl.TRITON_MAX_TENSOR_NUMEL // others
+            blocks[name] = sizes[name] = max(sizes[name], min(most, room, hints[axis]))
+
+
 def launch(run, kernel, *args, **kwargs):
-    """With the largest of a kernel's block sizes: each block costs the interpreter milliseconds."""
-    sizes = [sum(config.kwargs.get(name, 0) for name in BLOCKS) for config in kernel.configs]
-    largest = sizes.index(max(sizes))
-    kernel.configs = [kernel.configs[largest]]
+    kernel.configs = kernel.configs[:1]
+    enlarge(kernel.configs[0].kwargs, kernel.size_hints)
     launches[kernel.fn.__name__] += 1
     return run(kernel, *args, **kwargs)
 

@@ -14,12 +14,14 @@ iterations of the training loop, long after all is compiled, per step of all env
     with graphs     replays, the copies of their inputs, and what is outside of captured functions
     MB              that these read and write, each argument once
 
+    to GPU, to host copies that Python asks for, and
+    waits           how often it waits until the GPU has done all, both with graphs, logging not
+                    included: counted in the rehearsal of the path of CUDA (tests/cuda_rehearsal.py)
+
 Arithmetic, not a measurement: us per step on an H100 = kernels at 2 to 3 us per node of a graph and
-MB at 3.35 TB/s. Copies between CPU and GPU and the host's waits are not in it, since a CPU's
-tensors need none; test_rehearsal.py has our waits. Nor is the physics of worlds. There are as many
-updates per step as by default, of shorter rollouts, but a quarter of them of SAC's worlds, which
-are 16. CartPoles are 64, PPO's worlds 8, games 2, so that MB are fewer than by default. PQN is not
-counted: its layer norms take the interpreter too long.
+MB at 3.35 TB/s. The physics of worlds is not in it. There are as many updates per step as by
+default, of shorter rollouts, but a quarter of them of SAC's worlds, which are 16. CartPoles are 64,
+PPO's worlds 8, games 2, so that MB are fewer than by default.
 
 Written to --out: kernels.md and .json.
 """
@@ -41,52 +43,63 @@ from run_dirs import ROOT
 
 NODE_US = (2, 3)  # of a kernel in a graph, on H100s: shared by many reports, measured nowhere here
 BYTES_PER_SECOND = 3.35e12
+TRANSFERS = {"uploads": "to GPU", "downloads": "to host", "waits": "waits"}
 HALFCHEETAH = ["--env-id", "HalfCheetah-v5"]
 OFF_POLICY = [*HALFCHEETAH, "--learning-starts", "20", "--buffer-size", "1000"]
-OFF_POLICY += ["--total-timesteps", "34"]
 ON_POLICY = [*HALFCHEETAH, "--num-steps", "256", "--num-minibatches", "4"]
-ON_POLICY += ["--total-timesteps", "1280"]
 TENSORS = ["--num-envs", "64", "--num-steps", "8", "--update-epochs", "1"]
-TENSORS += ["--total-timesteps", str(5 * 64 * 8)]
-ATARI = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2"]
-ATARI += ["--update-epochs", "1", "--total-timesteps", str(5 * 2 * 16)]
+ATARI = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "1"]
 WORLDS = [*HALFCHEETAH, "--physics", "c"]
 PPO_WORLDS = [*WORLDS, "--num-envs", "8", "--num-steps", "16", "--num-minibatches", "2"]
-PPO_WORLDS += ["--total-timesteps", str(5 * 8 * 16)]
 SAC_WORLDS = [*WORLDS, "--num-envs", "16", "--learning-starts", "64", "--buffer-size", "1000"]
-SAC_WORLDS += ["--total-timesteps", "160"]
+SETTLED = ("settle", "observe")
 
 
 class Script(NamedTuple):
     """How it runs, and what of it becomes CUDA graphs."""
 
     flags: list[str]
-    iterations: tuple[int, int]  # the window: from the end of one to that of the other
+    steps: int  # of all environments, per iteration
     captured: tuple[str, ...]  # methods of the agent; `draw` is the replay buffer's
     of_envs: tuple[str, ...] = ()  # methods of the environments
+    window: tuple[int, int] = (3, 4)  # iterations: from the end of one to that of the other
+    rehearsed: tuple[int, int] = (4, 5)  # the same, in the rehearsal
+
+    def command(self, window: tuple[int, int]) -> list[str]:
+        return [*self.flags, "--total-timesteps", str((window[1] + 1) * self.steps)]
 
 
-SETTLED = ("settle", "observe")
+def off_policy(*args) -> Script:
+    return Script(*args, window=(25, 29), rehearsed=(70, 90))
+
+
 SCRIPTS = {
-    "sac_continuous_action": Script(OFF_POLICY, (25, 29), ("act", "update", "draw")),
-    "td3_continuous_action": Script(OFF_POLICY, (25, 29), ("act", "update", "draw")),
-    "ppo_continuous_action": Script(ON_POLICY, (3, 4), ("prepare", "learn")),
-    "ppo_cartpole_gpu": Script(TENSORS, (3, 4), ("roll_out", "learn")),
-    "ppo_atari_envpool": Script(ATARI, (3, 4), ("act", "learn")),
-    "ppo_mujoco_gpu": Script(PPO_WORLDS, (3, 4), ("act", "prepare", "learn"), SETTLED),
-    "sac_mujoco_gpu": Script(SAC_WORLDS, (6, 8), ("observe", "act", "update", "draw"), SETTLED),
+    "sac_continuous_action": off_policy(OFF_POLICY, 1, ("act", "update", "draw")),
+    "td3_continuous_action": off_policy(OFF_POLICY, 1, ("act", "update", "draw")),
+    "ppo_continuous_action": Script(ON_POLICY, 256, ("prepare", "learn")),
+    "ppo_cartpole_gpu": Script(TENSORS, 64 * 8, ("roll_out", "learn")),
+    "ppo_atari_envpool": Script(ATARI, 2 * 16, ("act", "learn")),
+    "pqn_atari_envpool": Script(ATARI, 2 * 16, ("act", "learn")),
+    "ppo_mujoco_gpu": Script(PPO_WORLDS, 8 * 16, ("act", "prepare", "learn"), SETTLED),
+    "sac_mujoco_gpu": Script(
+        SAC_WORLDS,
+        16,
+        ("observe", "act", "update", "draw"),
+        SETTLED,
+        window=(6, 8),
+        rehearsed=(20, 24),
+    ),
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "convolution_backward"}
 NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}
 NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_", "lift_fresh", "alias"}
 
 
-# A worker, in which torch and Triton are changed for good
+# Workers, in which torch and Triton are changed for good
 
 
-def work(script: str) -> dict:
-    """Counts per environment step."""
-    sys.path.append(str(ROOT / "tests"))
+def count_launches(script: str) -> dict:
+    """Kernels per environment step, and the bytes that they read and write."""
     triton_on_cpu = import_module("triton_on_cpu")  # before anything else imports Triton
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,25 +169,59 @@ def work(script: str) -> dict:
     frames = import_module("torch._dynamo.convert_frame")
     frames._compile = paused(frames._compile)
 
-    flags, iterations, names, of_envs = SCRIPTS[script]
-    found = []  # after each iteration its step and the counts
-    path = ROOT / f"leanrl/{script}_torchcompile.py"
-    sys.argv = [str(path), "--compile", *flags, "--no-cuda"]
-    module = import_module(f"leanrl.{script}_torchcompile")
+    chosen = SCRIPTS[script]
+    module = load(script, ["--compile", "--no-cuda", *chosen.command(chosen.window)])
+    found = watch(module, counts)
     compile_agent = module.compile_agent
 
     def compile_and_capture(agent):
         compile_agent(agent)
-        for name in names:
+        for name in chosen.captured:
             if name != "draw":
                 in_place = name == "update"  # whose batch is always the buffer's
                 setattr(agent, name, captured(getattr(agent, name), in_place))
 
     def compile_and_capture_envs(envs):
         compile_envs(envs)
-        for name in of_envs:
+        for name in chosen.of_envs:
             setattr(envs, name, captured(getattr(envs, name)))
 
+    module.compile_agent = compile_and_capture
+    if chosen.of_envs:
+        compile_envs = module.compile_envs
+        module.compile_envs = compile_and_capture_envs
+    if "draw" in chosen.captured:
+        module.ReplayBuffer.draw = captured(module.ReplayBuffer.draw)
+    args = module.parse_args(module.Args)
+    with Operators():
+        module.main(args)
+    return per_step(found, chosen.window, args)
+
+
+def rehearse(script: str) -> dict:
+    """Copies and waits per environment step, from the path of CUDA with its graphs."""
+    rehearsal = import_module("cuda_rehearsal")
+    rehearsal.install()
+    chosen = SCRIPTS[script]
+    module = load(script, ["--cudagraphs", *chosen.command(chosen.rehearsed)])
+    found = watch(module, rehearsal.counts)
+    args = module.parse_args(module.Args)
+    with rehearsal.Rehearsal():
+        module.main(args)
+    counts = per_step(found, chosen.rehearsed, args)
+    assert counts["replays"], "no graph has been captured"
+    return {kind: counts.get(kind, 0) for kind in TRANSFERS}
+
+
+def load(script: str, flags: list[str]):
+    """The module of a variant, for whose parser `flags` are the command line."""
+    sys.argv = [f"leanrl/{script}_torchcompile.py", *flags]
+    return import_module(f"leanrl.{script}_torchcompile")
+
+
+def watch(module, counts: Counter) -> list[tuple[int, Counter]]:
+    """Its list gets, after each iteration, the step and what `counts` holds."""
+    found = []
     tick = module.Run.tick
 
     def ticked(run):
@@ -182,27 +229,23 @@ def work(script: str) -> dict:
         found.append((run.step, counts.copy()))
 
     module.Run.tick = ticked
-    module.compile_agent = compile_and_capture
-    if of_envs:
-        compile_envs = module.compile_envs
-        module.compile_envs = compile_and_capture_envs
-    if "draw" in names:
-        module.ReplayBuffer.draw = captured(module.ReplayBuffer.draw)
-    args = module.parse_args(module.Args)
-    with Operators():
-        module.main(args)
-    (before, first), (after, last) = (found[i] for i in iterations)
+    return found
+
+
+def per_step(found: list, window: tuple[int, int], args) -> dict[str, float]:
+    """What was counted in the window, per step of all environments."""
+    (before, first), (after, last) = (found[i] for i in window)
     steps = (after - before) / getattr(args, "num_envs", 1)
-    return {name: number / steps for name, number in (last - first).items()}
+    return {name: (last[name] - first[name]) / steps for name in last}
 
 
 # The table
 
 
-def measure(script: str, logs: Path) -> dict:
-    """The row of a worker; ValueError says what went wrong."""
-    command = [sys.executable, __file__, "--worker", script]
-    log = logs / f"kernels-{script}.log"
+def call_worker(work: str, script: str, logs: Path) -> dict:
+    """What a worker counts; ValueError says what went wrong."""
+    command = [sys.executable, __file__, "--worker", work, script]
+    log = logs / f"kernels-{work}-{script}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         done = subprocess.run(
@@ -210,7 +253,12 @@ def measure(script: str, logs: Path) -> dict:
         )
     if done.returncode:
         raise ValueError(f"{script} failed:\n{processes.last_lines(log)}")
-    counts = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(script: str, logs: Path) -> dict:
+    """The row of a script."""
+    counts = call_worker("launches", script, logs)
     row = {"script": script}
     kinds = ("Inductor", "products", "others")
     row |= {kind: counts.get(kind, 0) for kind in kinds}
@@ -219,32 +267,40 @@ def measure(script: str, logs: Path) -> dict:
     row["bytes"] = counts["bytes"]
     moved = 1e6 * row["bytes"] / BYTES_PER_SECOND
     row["us on an H100"] = [row["in all"] * node + moved for node in NODE_US]
-    row["command"] = shlex.join(["python", "plots/measure/kernels.py", *command[2:]])
+    row |= call_worker("transfers", script, logs)
+    row["command"] = shlex.join(["python", "plots/measure/kernels.py", "--only", script])
     return row
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["script", "Inductor", "products", "others", "in all", "with graphs", "MB"]]
-    table[0].append("us on an H100, by arithmetic")
+    launches = ["Inductor", "products", "others", "in all", "with graphs"]
+    moved = ["MB", "us on an H100, by arithmetic"]
+    table = [["script", *launches, *moved, *TRANSFERS.values()]]
     for row in rows:
         line = [row["script"]]
-        for kind in table[0][1:6]:
+        for kind in launches:
             line.append(f"{row[kind]:.1f}")
         low, high = row["us on an H100"]
-        table.append([*line, f"{row['bytes'] / 1e6:.1f}", f"{low:,.0f}-{high:,.0f}"])
+        line += [f"{row['bytes'] / 1e6:.1f}", f"{low:,.0f}-{high:,.0f}"]
+        for kind in TRANSFERS:
+            line.append(f"{row[kind]:.2f}")
+        table.append(line)
     return table
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out")
-    parser.add_argument("--worker", choices=SCRIPTS, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
-        print(json.dumps(work(options.worker)))
+        work, script = options.worker
+        sys.path.append(str(ROOT / "tests"))
+        print(json.dumps({"launches": count_launches, "transfers": rehearse}[work](script)))
         return 0
     rows = []
     failures = []
-    for script in SCRIPTS:
+    for script in options.only:
         try:
             rows.append(measure(script, options.out / "logs"))
         except ValueError as failure:
