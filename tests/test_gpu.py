@@ -11,6 +11,8 @@ import kernels
 import pytest
 from conftest import ROOT
 
+SAC = "sac_continuous_action"
+
 
 def record(gpu_name, **speeds):
     """A speed-up record: {row: (steps/s, the least of them, speed-up)}."""
@@ -86,13 +88,18 @@ def test_the_table_of_kernels_adds_up(tmp_path, monkeypatch):
         | {"replays": 1, "copies": 2, "outside": 0.5},
         "transfers": {"uploads": 1, "downloads": 0.5, "waits": 0.25},
     }
+    counted["peer"] = counted["launches"]
     monkeypatch.setattr(kernels, "call_worker", lambda work, *_: counted[work])
-    assert kernels.main(["--only", "sac_continuous_action", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    peer = ["--peer", "a peer", "1 /somewhere/python /somewhere/sac.py --compile"]
+    assert kernels.main(["--only", SAC, *peer, "--out", str(tmp_path)]) == 0
+    row, other = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     assert (row["in all"], row["with graphs"]) == (7.5, 3.5)
     assert row["us on an H100"] == pytest.approx([7.5 * 2 + 1, 7.5 * 3 + 1])
+    assert (other["script"], other["in all"]) == ("a peer", 7.5)
+    assert other["command"] == "sac.py --compile"
     table = (tmp_path / "kernels.md").read_text()
-    assert "| 7.5 | 3.5 | 3.4 | 16-24 | 1.00 | 0.50 | 0.25 |" in table
+    for end in ("1.00 | 0.50 | 0.25", "- | - | -"):
+        assert f"| 7.5 | 3.5 | 3.4 | 16-24 | {end} |" in table
 
 
 def test_counts_are_per_step_of_all_environments():

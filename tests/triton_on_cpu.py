@@ -57,6 +57,9 @@ class Libdevice:
     def log1p(x):
         return tl.log(1 + x)
 
+    def pow(x, y):
+        return tl.exp(y * tl.log(x))  # of what is above 0
+
     def sqrt(x):
         return tl.sqrt(x)
 
@@ -124,7 +127,8 @@ def enlarge(sizes: dict, hints: dict) -> None:
 
 def launch(run, kernel, *args, **kwargs):
     kernel.configs = kernel.configs[:1]
-    enlarge(kernel.configs[0].kwargs, kernel.size_hints)
+    if kernel.size_hints:  # which one over a list of tensors has not
+        enlarge(kernel.configs[0].kwargs, kernel.size_hints)
     launches[kernel.fn.__name__] += 1
     return run(kernel, *args, **kwargs)
 
@@ -132,12 +136,12 @@ def launch(run, kernel, *args, **kwargs):
 def compile_for_gpu(compile_function, function, **kwargs):
     inductor.cpp_wrapper = False  # as the scripts have it on a GPU
     compiled = compile_function(function, **kwargs)
-    name = function.__qualname__
+    name = getattr(function, "__qualname__", str(function))  # a module has none
     ran[name] = False
 
-    def call(*inputs):
+    def call(*inputs, **named):
         ran[name] = True
-        return compiled(*inputs)
+        return compiled(*inputs, **named)
 
     return call
 

@@ -2,6 +2,8 @@
 
     pip install -r requirements/triton.txt
     python plots/measure/kernels.py
+    python plots/measure/kernels.py --only td3_continuous_action --peer LeanRL \
+        "1 PYTHON SCRIPT --compile --cudagraphs --total-timesteps 40"
 
 Each script runs with --compile for some steps, on a CPU, and torch.compile gets Triton's code as
 for an sm_90, which Triton's interpreter runs (tests/triton_on_cpu.py). Counted between two
@@ -23,11 +25,17 @@ MB at 3.35 TB/s. The physics of worlds is not in it. There are as many updates p
 default, of shorter rollouts, but a quarter of them of SAC's worlds, which are 16. CartPoles are 64,
 PPO's worlds 8, games 2, so that MB are fewer than by default.
 
+A --peer is a name and a command: the environment steps of an iteration, an interpreter that has
+Triton and the packages of another project, a script of it whose main loop has a bar of tqdm, flags.
+Its copies and waits are not counted.
+
 Written to --out: kernels.md and .json.
 """
 
 import argparse
 import json
+import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -98,80 +106,91 @@ NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_", "lift_fres
 # Workers, in which torch and Triton are changed for good
 
 
-def count_launches(script: str) -> dict:
-    """Kernels per environment step, and the bytes that they read and write."""
-    triton_on_cpu = import_module("triton_on_cpu")  # before anything else imports Triton
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+class Counting:
+    """Kernels, the bytes that they move, and what becomes of them in graphs, in `counts`."""
 
-    counts = Counter()
-    state = {"paused": 0, "captured": 0}
+    def __init__(self):
+        triton_on_cpu = import_module("triton_on_cpu")  # before anything else imports Triton
+        frames = import_module("torch._dynamo.convert_frame")
+        self.counts = Counter()
+        self.state = {"paused": 0, "captured": 0}
+        launch = self.paused(triton_on_cpu.CachingAutotuner.run)
+
+        def counted(kernel, *args, **kwargs):
+            self.count("Inductor", args)
+            return launch(kernel, *args, **kwargs)
+
+        triton_on_cpu.CachingAutotuner.run = counted
+        frames._compile = self.paused(frames._compile)
 
     @contextmanager
-    def more(key):
-        state[key] += 1
+    def more(self, key: str):
+        self.state[key] += 1
         try:
             yield
         finally:
-            state[key] -= 1
+            self.state[key] -= 1
 
-    def size(tree) -> int:
-        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def count(self, kind: str, moved) -> None:
+        self.counts[kind] += 1
+        for tensor in tensors_in(moved):
+            self.counts["bytes"] += tensor.numel() * tensor.element_size()
+        if not self.state["captured"]:
+            self.counts["outside"] += 1
 
-    def count(kind: str, moved: int) -> None:
-        counts[kind] += 1
-        counts["bytes"] += moved
-        if not state["captured"]:
-            counts["outside"] += 1
-
-    class Operators(TorchDispatchMode):
-        @classmethod
-        def is_infra_mode(cls):  # torch.compile refuses to work in other modes
-            return True
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            name = function._schema.name.split("::")[1]
-            if not state["paused"] and not function.is_view and name not in NOTHING:
-                kind = "products" if name in PRODUCTS else "others"
-                count(kind, size((args, kwargs, result)))
-            return result
-
-    def paused(function):
+    def paused(self, function):
         def call(*args, **kwargs):
-            with more("paused"):
+            with self.more("paused"):
                 return function(*args, **kwargs)
 
         return call
 
-    def captured(function, in_place=False):
+    def captured(self, function, in_place=False):
         """A call from outside is a replay, after copies of its inputs where these move."""
 
         def call(*args, **kwargs):
-            if not state["captured"]:
-                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-                counts["replays"] += 1
-                counts["copies"] += 0 if in_place else len(tensors)
-            with more("captured"):
+            if not self.state["captured"]:
+                self.counts["replays"] += 1
+                self.counts["copies"] += 0 if in_place else len(tensors_in((args, kwargs)))
+            with self.more("captured"):
                 return function(*args, **kwargs)
 
         return call
 
-    launch = triton_on_cpu.CachingAutotuner.run
+    def operators(self):
+        """A context in which operators outside of compiled code are counted."""
+        from torch.utils._python_dispatch import TorchDispatchMode
 
-    def counted(kernel, *args, **kwargs):
-        count("Inductor", size(args))
-        return paused(launch)(kernel, *args, **kwargs)
+        class Operators(TorchDispatchMode):
+            @classmethod
+            def is_infra_mode(cls):  # torch.compile refuses to work in other modes
+                return True
 
-    triton_on_cpu.CachingAutotuner.run = counted
-    frames = import_module("torch._dynamo.convert_frame")
-    frames._compile = paused(frames._compile)
+            def __torch_dispatch__(mode, function, types, args=(), kwargs=None):
+                result = function(*args, **(kwargs or {}))
+                name = function._schema.name.split("::")[1]
+                if not self.state["paused"] and not function.is_view and name not in NOTHING:
+                    kind = "products" if name in PRODUCTS else "others"
+                    self.count(kind, (args, kwargs, result))
+                return result
 
+        return Operators()
+
+
+def tensors_in(tree) -> list:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def count_launches(script: str) -> dict:
+    """Kernels per environment step, and the bytes that they read and write."""
+    counting = Counting()
+    captured = counting.captured
     chosen = SCRIPTS[script]
     module = load(script, ["--compile", "--no-cuda", *chosen.command(chosen.window)])
-    found = watch(module, counts)
+    found = watch(module, counting.counts)
     compile_agent = module.compile_agent
 
     def compile_and_capture(agent):
@@ -193,9 +212,35 @@ def count_launches(script: str) -> dict:
     if "draw" in chosen.captured:
         module.ReplayBuffer.draw = captured(module.ReplayBuffer.draw)
     args = module.parse_args(module.Args)
-    with Operators():
+    with counting.operators():
         module.main(args)
     return per_step(found, chosen.window, args)
+
+
+def count_peer(steps: str, *command: str) -> dict:
+    """The same of another project's script, whose main loop has a bar of tqdm.
+
+    An iteration has so many environment `steps`; what tensordict's CudaGraphModule gets is taken
+    for captured.
+    """
+    counting = Counting()
+    nn = import_module("tensordict.nn")
+    nn.CudaGraphModule = lambda function, **_: counting.captured(function)
+    tqdm = import_module("tqdm")
+    found = []
+
+    class Bar(tqdm.tqdm):
+        def __iter__(self):
+            for iteration in super().__iter__():
+                yield iteration
+                found.append((len(found) * int(steps), counting.counts.copy()))
+
+    tqdm.tqdm = Bar
+    sys.argv = list(command)
+    sys.path.insert(0, str(Path(command[0]).parent))
+    with counting.operators():
+        runpy.run_path(command[0], run_name="__main__")
+    return per_step(found, (-6, -2), None)  # not the last one, after which something may end
 
 
 def rehearse(script: str) -> dict:
@@ -239,27 +284,51 @@ def per_step(found: list, window: tuple[int, int], args) -> dict[str, float]:
     return {name: (last[name] - first[name]) / steps for name in last}
 
 
+WORKERS = {"launches": count_launches, "transfers": rehearse, "peer": count_peer}
+
+
 # The table
 
 
-def call_worker(work: str, script: str, logs: Path) -> dict:
+def call_worker(work: str, python: str, command: list[str], log: Path) -> dict:
     """What a worker counts; ValueError says what went wrong."""
-    command = [sys.executable, __file__, "--worker", work, script]
-    log = logs / f"kernels-{work}-{script}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         done = subprocess.run(
-            command, cwd=log.parent, stdout=subprocess.PIPE, stderr=file, text=True
+            [python, __file__, "--worker", work, *command],
+            cwd=log.parent,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
         )
     if done.returncode:
-        raise ValueError(f"{script} failed:\n{processes.last_lines(log)}")
+        raise ValueError(f"{log.stem} failed:\n{processes.last_lines(log)}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(script: str, logs: Path) -> dict:
-    """The row of a script."""
-    counts = call_worker("launches", script, logs)
-    row = {"script": script}
+    """The row of a script of ours."""
+    log = logs / f"kernels-{script}.log"
+    row = reduce(script, call_worker("launches", sys.executable, [script], log))
+    log = log.with_suffix(".transfers.log")
+    row |= call_worker("transfers", sys.executable, [script], log)
+    row["command"] = shlex.join(["python", "plots/measure/kernels.py", "--only", script])
+    return row
+
+
+def measure_peer(name: str, words: str, logs: Path) -> dict:
+    """That of another project's."""
+    log = logs / (re.sub(r"\W+", "-", f"kernels {name}") + ".log")
+    steps, python, *command = shlex.split(words)
+    row = reduce(name, call_worker("peer", python, [steps, *command], log))
+    row |= dict.fromkeys(TRANSFERS)  # not counted
+    row["command"] = shlex.join([Path(word).name for word in command])  # no folders of a machine
+    return row
+
+
+def reduce(name: str, counts: dict) -> dict:
+    """A row without the transfers."""
+    row = {"script": name}
     kinds = ("Inductor", "products", "others")
     row |= {kind: counts.get(kind, 0) for kind in kinds}
     row["in all"] = sum(row[kind] for kind in kinds)
@@ -267,8 +336,6 @@ def measure(script: str, logs: Path) -> dict:
     row["bytes"] = counts["bytes"]
     moved = 1e6 * row["bytes"] / BYTES_PER_SECOND
     row["us on an H100"] = [row["in all"] * node + moved for node in NODE_US]
-    row |= call_worker("transfers", script, logs)
-    row["command"] = shlex.join(["python", "plots/measure/kernels.py", "--only", script])
     return row
 
 
@@ -283,26 +350,29 @@ def cells(rows: list[dict]) -> list[list[str]]:
         low, high = row["us on an H100"]
         line += [f"{row['bytes'] / 1e6:.1f}", f"{low:,.0f}-{high:,.0f}"]
         for kind in TRANSFERS:
-            line.append(f"{row[kind]:.2f}")
+            line.append("-" if row[kind] is None else f"{row[kind]:.2f}")
         table.append(line)
     return table
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out")
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
+    parser.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
-        work, script = options.worker
+        work, *command = options.worker
         sys.path.append(str(ROOT / "tests"))
-        print(json.dumps({"launches": count_launches, "transfers": rehearse}[work](script)))
+        print(json.dumps(WORKERS[work](*command)))
         return 0
+    works = [(measure, script) for script in options.only]
+    works += [(measure_peer, *peer) for peer in options.peer]
     rows = []
     failures = []
-    for script in options.only:
+    for function, *words in works:
         try:
-            rows.append(measure(script, options.out / "logs"))
+            rows.append(function(*words, options.out / "logs"))
         except ValueError as failure:
             failures.append(str(failure))
     machine = run_dirs.measured_here(threads=1, packages=["triton"])
