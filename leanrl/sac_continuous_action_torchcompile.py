@@ -735,15 +735,16 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
             self.result = self.measure(env_steps)
             self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
-        if len(self.cpu) < self.since - self.start:  # once a second
-            self.cpu.append((self.since - self.born, time.process_time()))
+        now = self.since - self.born
+        if now - self.cpu[-1][0] >= 1 and not self.profiler:
+            self.cpu.append((now, time.process_time()))
+            if self.on_gpu:
+                with suppress(Exception):  # nvidia-ml-py is optional
+                    self.nvml.append((now, torch.cuda.utilization()))
         self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
         if self.sampled:
             self.sample = []
             self.charge()
-            if len(self.nvml) < self.since - self.start - 1:  # once a second: it takes its time
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((self.since - self.born, torch.cuda.utilization()))
 
     def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
         if self.on_gpu:

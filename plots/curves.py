@@ -20,11 +20,11 @@ Written as PNG and SVG to --out:
 Lines are the mean over the runs, with --band around it and each run thin. A learning curve is the
 mean of the last --last values of the metric, linear between two of them, and ends with its run: of
 the last tenth of a run's values, 10 at most, where --last does not say otherwise. The mean is over
-the runs that have a value and ends with the first of the finished ones; bands are where two or more
-have one. Runs that were interrupted, or killed, or are still running, are named and have curves,
-which end in a cross, but no scores. A run counts once, whatever links lead to it. Scores are those
-of Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS
-2021.
+the runs that have a value and ends with the first of them; bands are where two or more have one.
+Runs that were interrupted, or killed, or are still running, are named and have curves, which end in
+a cross, but no scores; where others are finished, they are not in the mean. A run counts once,
+whatever links lead to it. Scores are those of Agarwal et al., "Deep Reinforcement Learning at the
+Edge of the Statistical Precipice", NeurIPS 2021.
 """
 
 import argparse
@@ -308,10 +308,11 @@ def headline(figure, text: str, runs: list[Run]) -> None:
 
 def draw_line(ax, curves: list[tuple], kind: str, line: str, look: dict) -> None:
     """The mean of `curves`, its band and each run."""
-    grid = union_grid([x for x, *_ in curves])
-    finished = [x[-1] for x, _, missing in curves if not missing]
-    grid = grid[grid <= min(finished, default=np.inf)]
-    values = np.array([on_grid(grid, x, y) for x, y, _ in curves])
+    finished = [(x, y) for x, y, missing in curves if not missing]
+    averaged = finished or [(x, y) for x, y, _ in curves]
+    grid = union_grid([x for x, _ in averaged])
+    grid = grid[grid <= min(x[-1] for x, _ in averaged)]
+    values = np.array([on_grid(grid, x, y) for x, y in averaged])
     if max(len(x) for x, *_ in curves) == 1:
         look = look | {"marker": "o"}
     ends = [(x[-1], y[-1]) for x, y, missing in curves if missing]

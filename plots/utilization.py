@@ -9,14 +9,14 @@ and the figure as PNG and SVG: a panel per script and environment, a line per ro
 table, the GPU above the processor. Of several runs of a row the newest counts.
 
     GPU             percent of the time in which any kernel runs, which NVML is asked about once a
-                    second: 100% may be 1% of the chip. "-" without a GPU
+                    second: 100% may be 1% of the chip. "-" without a GPU or nvidia-ml-py
     processor       percent of one core that the process takes, user and system time of all its
                     threads over wall-clock time: 200% are two cores. Other processes of a run are
                     not in it, evaluations are
-    area            percent-seconds under the line. Of two runs of as many steps that with less has
-                    taken less of the machine; a quick table gives each row the same seconds, so
-                    that there percent and steps/s are what can be compared
-    window          seconds of the steady window, which has no compilation but evaluations
+    area            percent-seconds under the line. Of two runs of as many steps, as the rows of the
+                    quick table are, that with less has taken less of the machine
+    window          seconds of the steady window, without compilation, with evaluations; all of a
+                    run that was still warming up, which has no steps/s
 
 All are from stages.json of the runs, where the stopwatch has written them.
 """
@@ -53,7 +53,7 @@ def gpu_steps(samples: list[list[float]], begin: float, end: float) -> list[Step
     """Percents at times -> percent since the sample before; the last holds until the end."""
     edges = [begin, *(at for at, _ in samples[:-1]), end]
     percents = [percent for _, percent in samples]
-    return [(*edge, percent) for edge, percent in zip(pairwise(edges), percents, strict=False)]
+    return [(*edge, percent) for edge, percent in zip(pairwise(edges), percents, strict=True)]
 
 
 def area(line: list[Step]) -> float:

@@ -608,13 +608,13 @@ def test_scores_count_who_never_arrives(sweep_runs, tmp_path, capsys):
 
 
 def test_the_mean_ends_with_the_first_finished_run():
-    """Afterwards it would be that of others, and jump; an interrupted run ends nothing."""
-    ends = ((4, ""), (3, ""), (2, "interrupted"))
-    lines = [(np.arange(float(end)), np.ones(end), missing) for end, missing in ends]
+    """Afterwards it would be that of others, and jump; an interrupted run is not in it."""
+    ends = ((4, 1, ""), (3, 3, ""), (2, 9, "interrupted"))
+    lines = [(np.arange(float(end)), np.full(end, y), missing) for end, y, missing in ends]
     figure, ax = plt.subplots()
     curves.draw_line(ax, lines, "std", "a", {"color": "k"})
     (mean,) = (line for line in ax.get_lines() if line.get_label() == "a (n=3, 1 interrupted)")
-    assert mean.get_xdata().max() == 2 and np.isfinite(mean.get_ydata()).all()
+    assert mean.get_xdata().max() == 2 and set(mean.get_ydata()) == {2}
     plt.close(figure)
 
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import gpu
 import kernels
 import pytest
+import torch
+import torch._dynamo.convert_frame as frames
 from conftest import ROOT
 
 SAC = "sac_continuous_action"
@@ -96,10 +98,36 @@ def test_the_table_of_kernels_adds_up(tmp_path, monkeypatch):
     assert (row["in all"], row["with graphs"]) == (7.5, 3.5)
     assert row["us on an H100"] == pytest.approx([7.5 * 2 + 1, 7.5 * 3 + 1])
     assert (other["script"], other["in all"]) == ("a peer", 7.5)
-    assert other["command"] == "sac.py --compile"
+    assert other["command"] == "1 sac.py --compile"
     table = (tmp_path / "kernels.md").read_text()
     for end in ("1.00 | 0.50 | 0.25", "- | - | -"):
         assert f"| 7.5 | 3.5 | 3.4 | 16-24 | {end} |" in table
+
+
+def test_kernels_are_counted_outside_of_compiled_code(monkeypatch):
+    """A product, an addition in place, no view; then both again in a graph of two inputs."""
+    launches = []
+    tuner = SimpleNamespace(run=lambda *args: launches.append(args))
+    monkeypatch.setitem(sys.modules, "triton_on_cpu", SimpleNamespace(CachingAutotuner=tuner))
+    monkeypatch.setattr(frames, "_compile", frames._compile)  # which counting replaces
+    counting = kernels.Counting()
+    ones, twos = torch.ones(2, 2), torch.full((2, 2), 2.0)
+
+    def work(x, y):
+        product = x @ y
+        product.view(4).add_(y[0, 0])
+        tuner.run("a kernel", product)
+
+    with counting.operators():
+        work(ones, twos)
+        assert counting.counts == {
+            **{"products": 1, "others": 1, "Inductor": 1, "outside": 3},
+            "bytes": 3 * 16 + (16 + 4) + 16,
+        }
+        counting.captured(work)(ones, twos)
+    assert len(launches) == 2 and counting.counts["products"] == counting.counts["others"] == 2
+    assert (counting.counts["outside"], counting.counts["replays"]) == (3, 1)
+    assert counting.counts["copies"] == 1, "two inputs of a type"
 
 
 def test_counts_are_per_step_of_all_environments():

@@ -168,6 +168,15 @@ def pqn_atari_envpool():
     tests.run_updates(reference, agent, 1, 1e-5, size=8)
 
 
+def update_in_bf16(eager, agent, batch):
+    """The metrics of an update, and the direction in which it goes."""
+    same_call(eager, agent, "update", batch, torch.randperm(8)[:4], error=BF16)
+    moments = []
+    for each in (eager, agent):
+        moments.append(torch.cat([moment.flatten() for moment in each.optimizer.exp_avgs]))
+    assert torch.cosine_similarity(*moments, dim=0) > 1 - BF16
+
+
 def ppo_atari_envpool_bf16():
     load_small("ppo_atari_envpool")
     import test_atari as tests
@@ -179,9 +188,7 @@ def ppo_atari_envpool_bf16():
     same_call(eager, agent, "act", obs, torch.empty(4, tests.A).exponential_(), error=BF16)
     rollout = fill(tests.variant.Rollout(13, 3, CPU))
     same_call(eager, agent, "prepare", rollout, torch.randn(3), error=BF16)
-    batch = tests.make_batch(8, eager.model)
-    same_call(eager, agent, "update", batch, torch.randperm(8)[:4], error=BF16)
-    assert_same(agent.state_dict(), eager.state_dict(), BF16)
+    update_in_bf16(eager, agent, tests.make_batch(8, eager.model))
 
 
 def pqn_atari_envpool_bf16():
@@ -198,9 +205,7 @@ def pqn_atari_envpool_bf16():
     same_call(eager, agent, "act", tests.make_batch(4).obs, *draws, error=BF16)
     rollout = fill(tests.variant.Rollout(13, 3, CPU))
     same_call(eager, agent, "prepare", rollout, torch.randn(3), error=BF16)
-    batch = tests.make_batch(8)
-    same_call(eager, agent, "update", batch, torch.randperm(8)[:4], error=BF16)
-    assert_same(agent.state_dict(), eager.state_dict(), BF16)
+    update_in_bf16(eager, agent, tests.make_batch(8))
 
 
 def ppo_cartpole_gpu():

@@ -30,7 +30,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-BLOCKS = {  # of an axis: its name in size_hints, and the most that Inductor reckons with
+BLOCKS = {  # of an axis: its name in size_hints, and the most that we take, which Inductor allows
     "R0_BLOCK": ("r0_", 4096),
     "XBLOCK": ("x", 4096),
     "YBLOCK": ("y", 1024),
@@ -113,7 +113,7 @@ def convert(convert_others, value):
 def enlarge(sizes: dict, hints: dict) -> None:
     """Blocks as large as Triton allows: each block costs the interpreter milliseconds.
 
-    An axis that is in `hints` alone is a reduction's that one block takes whole.
+    A reduction that one block takes whole has a size hint, but no block size.
     """
     blocks = {}
     for name, (axis, _) in BLOCKS.items():

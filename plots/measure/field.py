@@ -124,7 +124,7 @@ ALGORITHMS = {
         steps=7 * 2048,
         steady_after=3 * 2048,
         num_envs=64,
-        rows=ATARI.rows | {"LeanRL compile, bfloat16": [*CHANNELS_LAST, "--bf16"]},
+        rows=ATARI.rows | {"LeanRL compile, --bf16": [*CHANNELS_LAST, "--bf16"]},
     ),
 }
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")

@@ -1,4 +1,4 @@
-"""Kernels that a GPU would have to run per environment step, counted without a GPU.
+"""Kernels that a GPU would have to run per step of all environments, counted without a GPU.
 
     pip install -r requirements/triton.txt
     python plots/measure/kernels.py
@@ -11,23 +11,27 @@ iterations of the training loop, long after all is compiled, per step of all env
 
     Inductor        launches of Triton kernels
     products        calls of libraries: cuBLAS on a GPU, ATen here
-    others          operators outside of compiled code that are not views: a kernel each at least
+    others          operators outside of compiled code that are not views, also on tensors that
+                    would stay on the CPU: at most a kernel each, but for those over lists
     in all          the sum: launches per step without CUDA graphs
-    with graphs     replays, the copies of their inputs, and what is outside of captured functions
+    with graphs     replays, the copies of their inputs, one per type, and what is outside of
+                    captured functions
     MB              that these read and write, each argument once
 
-    to GPU, to host copies that Python asks for, and
-    waits           how often it waits until the GPU has done all, both with graphs and logging,
-                    counted in the rehearsal of the path of CUDA (tests/cuda_rehearsal.py)
+    to GPU, to host copies that Python asks for
+    waits           how often Python waits until the GPU has done all. Waits and copies are with
+                    graphs and with logging, and are counted in the rehearsal of the path of CUDA
+                    (tests/cuda_rehearsal.py)
 
 Arithmetic, not a measurement: us per step on an H100 = kernels at 2 to 3 us per node of a graph and
 MB at 3.35 TB/s. The physics of worlds is not in it. There are as many updates per step as by
 default, of shorter rollouts, but a quarter of them of SAC's worlds, which are 16. CartPoles are 64,
 PPO's worlds 8, games 2, so that MB are fewer than by default.
 
-A --peer is a name and a command: the environment steps of an iteration, an interpreter that has
-Triton and the packages of another project, a script of it whose main loop has a bar of tqdm, flags.
-Its copies and waits are not counted.
+A --peer is a name and a command: the steps of an iteration, each in all environments, an
+interpreter that has Triton and the packages of another project, a script of it whose main loop has
+a bar of tqdm, its flags. What it gives to tensordict's CudaGraphModule is taken for captured. Its
+copies and waits are not counted.
 
 Written to --out: kernels.md and .json.
 """
@@ -74,11 +78,12 @@ class Script(NamedTuple):
     rehearsed: tuple[int, int] = (4, 5)  # the same, in the rehearsal
 
     def command(self, window: tuple[int, int]) -> list[str]:
-        return [*self.flags, "--total-timesteps", str((window[1] + 1) * self.steps)]
+        iterations = window[1] + 2  # the last one, which logs in any case, is not in the window
+        return [*self.flags, "--total-timesteps", str(iterations * self.steps)]
 
 
 def off_policy(*args) -> Script:
-    return Script(*args, window=(25, 29), rehearsed=(60, 160))  # with a row of metrics
+    return Script(*args, window=(25, 29), rehearsed=(130, 230))  # with a row of metrics
 
 
 SCRIPTS = {
@@ -95,12 +100,12 @@ SCRIPTS = {
         ("observe", "act", "update", "draw"),
         SETTLED,
         window=(6, 8),
-        rehearsed=(20, 24),
+        rehearsed=(130, 230),
     ),
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "convolution_backward"}
-NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}
-NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_", "lift_fresh", "alias"}
+NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_"}
 
 
 # Workers, in which torch and Triton are changed for good
@@ -133,7 +138,10 @@ class Counting:
 
     def count(self, kind: str, moved) -> None:
         self.counts[kind] += 1
-        for tensor in tensors_in(moved):
+        tensors = {
+            id(tensor): tensor for tensor in tensors_in(moved)
+        }  # a result may be an argument
+        for tensor in tensors.values():
             self.counts["bytes"] += tensor.numel() * tensor.element_size()
         if not self.state["captured"]:
             self.counts["outside"] += 1
@@ -151,7 +159,9 @@ class Counting:
         def call(*args, **kwargs):
             if not self.state["captured"]:
                 self.counts["replays"] += 1
-                self.counts["copies"] += 0 if in_place else len(tensors_in((args, kwargs)))
+                if not in_place:
+                    types = {tensor.dtype for tensor in tensors_in((args, kwargs))}
+                    self.counts["copies"] += len(types)  # those of a type are one kernel
             with self.more("captured"):
                 return function(*args, **kwargs)
 
@@ -168,8 +178,9 @@ class Counting:
 
             def __torch_dispatch__(mode, function, types, args=(), kwargs=None):
                 result = function(*args, **(kwargs or {}))
-                name = function._schema.name.split("::")[1]
-                if not self.state["paused"] and not function.is_view and name not in NOTHING:
+                library, name = function._schema.name.split("::")
+                idle = function.is_view or name in NOTHING or library == "profiler"
+                if not self.state["paused"] and not idle:
                     kind = "products" if name in PRODUCTS else "others"
                     self.count(kind, (args, kwargs, result))
                 return result
@@ -185,7 +196,7 @@ def tensors_in(tree) -> list:
 
 
 def count_launches(script: str) -> dict:
-    """Kernels per environment step, and the bytes that they read and write."""
+    """Kernels per step of all environments, and the bytes that they read and write."""
     counting = Counting()
     captured = counting.captured
     chosen = SCRIPTS[script]
@@ -218,11 +229,7 @@ def count_launches(script: str) -> dict:
 
 
 def count_peer(steps: str, *command: str) -> dict:
-    """The same of another project's script, whose main loop has a bar of tqdm.
-
-    An iteration has so many environment `steps`; what tensordict's CudaGraphModule gets is taken
-    for captured.
-    """
+    """The same of another project's script, with so many `steps` per turn of its bar."""
     counting = Counting()
     nn = import_module("tensordict.nn")
     nn.CudaGraphModule = lambda function, **_: counting.captured(function)
@@ -244,7 +251,7 @@ def count_peer(steps: str, *command: str) -> dict:
 
 
 def rehearse(script: str) -> dict:
-    """Copies and waits per environment step, from the path of CUDA with its graphs."""
+    """Copies and waits per step of all environments, from the path of CUDA with its graphs."""
     rehearsal = import_module("cuda_rehearsal")
     rehearsal.install()
     chosen = SCRIPTS[script]
@@ -254,7 +261,7 @@ def rehearse(script: str) -> dict:
     with rehearsal.Rehearsal():
         module.main(args)
     counts = per_step(found, chosen.rehearsed, args)
-    assert counts["replays"], "no graph has been captured"
+    assert counts.get("replays"), "no graph has been captured"
     return {kind: counts.get(kind, 0) for kind in TRANSFERS}
 
 
@@ -319,10 +326,11 @@ def measure(script: str, logs: Path) -> dict:
 def measure_peer(name: str, words: str, logs: Path) -> dict:
     """That of another project's."""
     log = logs / (re.sub(r"\W+", "-", f"kernels {name}") + ".log")
-    steps, python, *command = shlex.split(words)
-    row = reduce(name, call_worker("peer", python, [steps, *command], log))
+    steps, python, script, *flags = shlex.split(words)
+    command = [steps, str(Path(script).absolute()), *flags]
+    row = reduce(name, call_worker("peer", str(Path(python).absolute()), command, log))
     row |= dict.fromkeys(TRANSFERS)  # not counted
-    row["command"] = shlex.join([Path(word).name for word in command])  # no folders of a machine
+    row["command"] = shlex.join([steps, Path(script).name, *flags])  # no folders of a machine
     return row
 
 
@@ -377,7 +385,7 @@ def main(arguments: list[str] | None = None) -> int:
             failures.append(str(failure))
     machine = run_dirs.measured_here(threads=1, packages=["triton"])
     record = {"schema": 1, "machine": machine, "rows": rows}
-    above = ["Kernels per environment step, counted", *run_dirs.describe(machine)]
+    above = ["Kernels per step of all environments, counted", *run_dirs.describe(machine)]
     run_dirs.write_report(options.out / "kernels", above, cells(rows), [], record)
     return processes.say_failures(failures)
 
