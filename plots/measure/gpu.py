@@ -155,7 +155,7 @@ def write_page(results: list[dict], problems: list[str], options: argparse.Names
             short = [f"compared with {len(records)} records, which says nothing"]
         below += short or ["nothing falls short of a record"]
     below += [f"CUDA would refuse: {line}" for line in problems]
-    files = ("speedup", "breakdown", "devices_continuous", "env_scaling")
+    files = ("speedup", "breakdown", "utilization", "devices_continuous", "env_scaling")
     made = [shown(options.out / f"{name}.md") for name in files]
     below.append(f"records to commit, with the GPU in their names: {', '.join(made)}")
     record = {"schema": 1, "machine": machine, "steps": results, "rehearsed": options.rehearse}
