@@ -280,9 +280,11 @@ def race() -> str:
         table.append(line)
     minutes = [re.sub(r"\D", "", moment) for moment in moments]
     seeds = sorted({row["seeds"] for row in found["rows"]})
-    machines = " or ".join(dict.fromkeys(where(run["machine"]) for run in found["runs"]))
+    vectors = dict.fromkeys(run["machine"]["cpu"]["vectors"] for run in found["runs"])
+    last = found["runs"][-1]["machine"]
+    machine = where(last | {"cpu": last["cpu"] | {"vectors": " or ".join(vectors)}})
     said = f"Returns after {', '.join(minutes[:-1])} and {minutes[-1]} minutes of processor time, "
-    said += f"seeds: {' to '.join(map(str, seeds))}, on {machines} (`race_cpu.md`, with ranges); "
+    said += f"seeds: {' to '.join(map(str, seeds))}, on {machine} (`race_cpu.md`, with ranges); "
     said += "-: not run yet."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
