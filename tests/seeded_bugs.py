@@ -912,8 +912,8 @@ BUGS = [
     ),
     Bug(
         SWEEP,
-        'over = ("finished",) if options.retry_failed else ("finished", "failed")',
-        'over = ("finished",)',
+        'over = {"finished", "failed"}',
+        'over = {"finished"}',
         "test_sweep.py::test_a_failure_stops_no_other_and_is_named",
     ),
     Bug(
