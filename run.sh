@@ -23,7 +23,7 @@ bash run.sh race [arguments]     what each has learned after minutes of one core
                                  on where it stopped. --entrants "PPO on worlds" is a part of it
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in minutes
 bash run.sh figures [arguments]  the figures of our sources that this machine can make, in twenty
-                                 minutes; --list says which, and what needs a GPU
+                                 to forty minutes; --list says which, and what needs a GPU
 bash run.sh gpu                  with a GPU: its tests, the quick table, profiles, devices, the study
                                  and a page about them; --rehearse is the same, tiny, without one
 bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them. With

@@ -1,6 +1,6 @@
 """Every figure of our sources that this machine can make, one after the other.
 
-    bash run.sh figures             twenty minutes on two cores; it goes on where it stopped
+    bash run.sh figures             twenty to forty minutes on two cores; goes on where it stopped
     bash run.sh figures --only 'RL-Scope*'
     bash run.sh figures --list      what there is, and what needs a GPU; runs nothing
 
