@@ -82,9 +82,10 @@ def reduce(run: Run) -> dict | None:
         "lines": lines,
     }
     for kind, line in lines.items():
+        found = area(line)
         row[kind] = {
-            "area": area(line),
-            "mean": area(line) / (end - begin),
+            "area": found,
+            "mean": found / (end - begin),
         }
     return row
 
@@ -147,6 +148,8 @@ def draw(rows: list[dict], runs: list[Run]):
 def draw_panel(ax, rows: list[dict], kind: str) -> None:
     """One line per row over the seconds since its steady window began."""
     rows = [row for row in rows if kind in row]
+    if not rows:
+        return
     for row in rows:
         line = row["lines"][kind]
         start = line[0][0]
@@ -156,8 +159,6 @@ def draw_panel(ax, rows: list[dict], kind: str) -> None:
         colour = curves.COLOURS[row["row"]]
         ax.stairs(percents, edges, color=colour, label=said, linewidth=1.2, baseline=None)
         ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
-    if not rows:
-        return
     ax.set_ylim(bottom=0)
     ax.legend(fontsize=7.5, frameon=False, title="area under the curve", title_fontsize=7.5)
 

@@ -152,15 +152,21 @@ def ppo_atari_envpool_multigpu():
     assert_same(agent.state_dict(), reference.state_dict())
 
 
+def compile_with_layer_norm(variant, agent):
+    """With the decompositions of it that PQN's variant takes away on a CPU."""
+    from torch._inductor.decomposition import decompositions
+
+    of_a_gpu = dict(decompositions)
+    variant.compile_agent(agent)
+    decompositions.update(of_a_gpu)
+
+
 def pqn_atari_envpool():
     load_small("pqn_atari_envpool")
     import test_pqn as tests
-    from torch._inductor.decomposition import decompositions
 
     reference, agent = tests.make_pair()
-    of_a_gpu = dict(decompositions)
-    tests.variant.compile_agent(agent)
-    decompositions.update(of_a_gpu)  # which it takes away on a CPU
+    compile_with_layer_norm(tests.variant, agent)
     draws = torch.tensor([1, 0, 0, 1]).bool(), torch.tensor([3, 2, 1, 0])
     same_call(reference, agent, "act", tests.make_batch(4).obs, *draws)
     rollout = fill(tests.baseline.Rollout(13, 3, CPU))
@@ -194,13 +200,10 @@ def ppo_atari_envpool_bf16():
 def pqn_atari_envpool_bf16():
     load_small("pqn_atari_envpool")
     import test_pqn as tests
-    from torch._inductor.decomposition import decompositions
 
     _, agent = tests.make_pair(bf16=True, channels_last=True)
     eager = copy.deepcopy(agent)
-    of_a_gpu = dict(decompositions)
-    tests.variant.compile_agent(agent)
-    decompositions.update(of_a_gpu)  # which it takes away on a CPU
+    compile_with_layer_norm(tests.variant, agent)
     draws = torch.tensor([1, 0, 0, 1]).bool(), torch.tensor([3, 2, 1, 0])
     same_call(eager, agent, "act", tests.make_batch(4).obs, *draws, error=BF16)
     rollout = fill(tests.variant.Rollout(13, 3, CPU))

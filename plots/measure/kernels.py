@@ -138,9 +138,8 @@ class Counting:
 
     def count(self, kind: str, moved) -> None:
         self.counts[kind] += 1
-        tensors = {
-            id(tensor): tensor for tensor in tensors_in(moved)
-        }  # a result may be an argument
+        # each once: a result may be an argument
+        tensors = {id(tensor): tensor for tensor in tensors_in(moved)}
         for tensor in tensors.values():
             self.counts["bytes"] += tensor.numel() * tensor.element_size()
         if not self.state["captured"]:
