@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(torch.__file__)), "<")
+UNWRITTEN = 0xFF  # each byte of a graph's memory before a replay, so that who reads it reads NaN
 problems, waits, counts = Counter(), Counter(), Counter()
 reads, writes = [], []  # still to do: (pinned source, value, site), (target on the host, value)
 
@@ -241,7 +242,7 @@ def capture(graph: Graph, *_, **__):
             for memory, values in graph.before.values():
                 memory.copy_(values)
             for storage in graph.made.values():
-                bytes_of(storage).fill_(0xFF)  # nobody may read this before a replay
+                bytes_of(storage).fill_(UNWRITTEN)
         graph.before.clear()
 
 
@@ -255,6 +256,9 @@ def call_graph_module(call, self, *args, **kwargs):
 
 WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# results that are where the input is, whatever device is asked for: a change of the type alone, as
+# `to` below changes the device, and autograd's memory for a gradient
+STAYING = ("aten._to_copy", "aten.new_empty_strided")
 MIXING = INDEXING | {"copy_", "_foreach_copy_", "_to_copy", "set_"}  # take tensors of the CPU, too
 
 
@@ -277,8 +281,8 @@ class Rehearsal(TorchDispatchMode):
             place, kwargs["device"] = "cuda", CPU
         elif kwargs.get("pin_memory"):
             place, kwargs["pin_memory"] = "pinned", False
-        elif any(map(on_cuda, inputs)) and (device is None or "_to_copy" in str(function)):
-            place = "cuda"  # a change of the type alone: `to` below changes the device
+        elif any(map(on_cuda, inputs)) and (device is None or str(function).startswith(STAYING)):
+            place = "cuda"
         if place == "cuda" or any(map(on_cuda, inputs)):
             function = partial(on_device, function, inputs)
         result = function(*args, **kwargs)
@@ -313,7 +317,8 @@ def on_device(function, inputs, *args, **kwargs):
     copies = ()
     if name in ("copy_", "_foreach_copy_"):
         non_blocking = bound.get("non_blocking", False)
-        copies = list(zip(*map(tensors_in, args[:2]), strict=True))
+        source = args[1] if tensors_in(args[1]) else torch.tensor(args[1])  # of a number
+        copies = list(zip(tensors_in(args[0]), tensors_in(source), strict=True))
     for target, source in copies:
         if on_cuda(target) and not on_cuda(source):
             upload(source, non_blocking)
