@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import gpu
@@ -11,6 +12,7 @@ import kernels
 import pytest
 import torch
 import torch._dynamo.convert_frame as frames
+import tqdm
 from conftest import ROOT
 
 SAC = "sac_continuous_action"
@@ -90,7 +92,7 @@ def test_the_table_of_kernels_adds_up(tmp_path, monkeypatch):
         | {"replays": 1, "copies": 2, "outside": 0.5},
         "transfers": {"uploads": 1, "downloads": 0.5, "waits": 0.25},
     }
-    counted["peer"] = counted["launches"]
+    counted |= {f"peer-{work}": counts for work, counts in counted.items()}
     monkeypatch.setattr(kernels, "call_worker", lambda work, *_: counted[work])
     peer = ["--peer", "a peer", "1 /somewhere/python /somewhere/sac.py --compile"]
     assert kernels.main(["--only", SAC, *peer, "--out", str(tmp_path)]) == 0
@@ -100,8 +102,33 @@ def test_the_table_of_kernels_adds_up(tmp_path, monkeypatch):
     assert (other["script"], other["in all"]) == ("a peer", 7.5)
     assert other["command"] == "1 sac.py --compile"
     table = (tmp_path / "kernels.md").read_text()
-    for end in ("1.00 | 0.50 | 0.25", "- | - | -"):
-        assert f"| 7.5 | 3.5 | 3.4 | 16-24 | {end} |" in table
+    assert table.count("| 7.5 | 3.5 | 3.4 | 16-24 | 1.00 | 0.50 | 0.25 |") == 2
+
+
+def test_a_peer_without_an_interpreter_is_one_line(tmp_path, capfd):
+    peer = ["--peer", "a peer", "1 /nowhere/python sac.py --compile"]
+    assert kernels.main(["--only", *peer, "--out", str(tmp_path)]) == 1
+    said = capfd.readouterr().err
+    assert "kernels-a-peer failed: there is no interpreter /nowhere/python" in said
+
+
+def test_a_peer_is_counted_per_turn_of_its_bar(tmp_path, monkeypatch):
+    """8 turns of 4 steps, in each of which it waits twice."""
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import sys\n"
+        "from peer_counts import counts\n"
+        "from tqdm import tqdm\n"
+        "for turn in tqdm(range(int(sys.argv[1]))):\n"
+        "    counts['waits'] += 2\n"
+    )
+    counts = Counter()
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(tqdm, "tqdm", tqdm.tqdm)  # which is replaced by a bar that counts
+    monkeypatch.setitem(sys.modules, "peer_counts", SimpleNamespace(counts=counts))
+    found = kernels.run_peer(4, (str(script), "8"), counts, nullcontext())
+    assert found == {"waits": 2 / 4} and counts == {"waits": 16}
 
 
 def test_kernels_are_counted_outside_of_compiled_code(monkeypatch):
@@ -132,6 +159,5 @@ def test_kernels_are_counted_outside_of_compiled_code(monkeypatch):
 
 def test_counts_are_per_step_of_all_environments():
     found = [(0, Counter()), (16, Counter(waits=2)), (48, Counter(waits=6, uploads=4))]
-    args = SimpleNamespace(num_envs=8)
-    assert kernels.per_step(found, (1, 2), args) == {"waits": 1, "uploads": 1}
-    assert kernels.per_step(found, (1, 2), SimpleNamespace())["waits"] == 4 / 32
+    assert kernels.per_step(found, (1, 2), num_envs=8) == {"waits": 1, "uploads": 1}
+    assert kernels.per_step(found, (1, 2))["waits"] == 4 / 32

@@ -31,7 +31,7 @@ PPO's worlds 8, games 2, so that MB are fewer than by default.
 A --peer is a name and a command: the steps of an iteration, each in all environments, an
 interpreter that has Triton and the packages of another project, a script of it whose main loop has
 a bar of tqdm, its flags. What it gives to tensordict's CudaGraphModule is taken for captured. Its
-copies and waits are not counted.
+copies and waits are those of its own tensordict, too, and without what it logs every 100 steps.
 
 Written to --out: kernels.md and .json.
 """
@@ -41,6 +41,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -224,32 +225,18 @@ def count_launches(script: str) -> dict:
     args = module.parse_args(module.Args)
     with counting.operators():
         module.main(args)
-    return per_step(found, chosen.window, args)
+    return per_step(found, chosen.window, args.num_envs)
 
 
-def count_peer(steps: str, *command: str) -> dict:
+def count_peer_launches(steps: str, *command: str) -> dict:
     """The same of another project's script, with so many `steps` per turn of its bar."""
     counting = Counting()
     nn = import_module("tensordict.nn")
     nn.CudaGraphModule = lambda function, **_: counting.captured(function)
-    tqdm = import_module("tqdm")
-    found = []
-
-    class Bar(tqdm.tqdm):
-        def __iter__(self):
-            for iteration in super().__iter__():
-                yield iteration
-                found.append((len(found) * int(steps), counting.counts.copy()))
-
-    tqdm.tqdm = Bar
-    sys.argv = list(command)
-    sys.path.insert(0, str(Path(command[0]).parent))
-    with counting.operators():
-        runpy.run_path(command[0], run_name="__main__")
-    return per_step(found, (-6, -2), None)  # not the last one, after which something may end
+    return run_peer(int(steps), command, counting.counts, counting.operators())
 
 
-def rehearse(script: str) -> dict:
+def count_transfers(script: str) -> dict:
     """Copies and waits per step of all environments, from the path of CUDA with its graphs."""
     rehearsal = import_module("cuda_rehearsal")
     rehearsal.install()
@@ -259,9 +246,42 @@ def rehearse(script: str) -> dict:
     args = module.parse_args(module.Args)
     with rehearsal.Rehearsal():
         module.main(args)
-    counts = per_step(found, chosen.rehearsed, args)
+    return transfers_in(per_step(found, chosen.rehearsed, args.num_envs))
+
+
+def count_peer_transfers(steps: str, *command: str) -> dict:
+    """The same of another project's script, which chooses its optimizer by --compile."""
+    rehearsal = import_module("cuda_rehearsal")
+    rehearsal.install()
+    rehearsal.Graph.compare = lambda *_: None  # here nobody asks whether its graphs are right,
+    rehearsal.UNWRITTEN = 0  # and numbers that it reads too early are, as on a GPU, numbers
+    eager = tuple(word for word in command if word != "--compile")
+    counts = run_peer(int(steps), eager, rehearsal.counts, rehearsal.Rehearsal())
+    return transfers_in(counts)
+
+
+def transfers_in(counts: dict) -> dict[str, float]:
     assert counts.get("replays"), "no graph has been captured"
     return {kind: counts.get(kind, 0) for kind in TRANSFERS}
+
+
+def run_peer(steps: int, command: tuple, counts: Counter, context) -> dict:
+    """Runs the script in the context; what was counted meanwhile, per step."""
+    tqdm = import_module("tqdm")
+    found = []
+
+    class Bar(tqdm.tqdm):
+        def __iter__(self):
+            for iteration in super().__iter__():
+                yield iteration
+                found.append((len(found) * steps, counts.copy()))
+
+    tqdm.tqdm = Bar
+    sys.argv = list(command)
+    sys.path.insert(0, str(Path(command[0]).parent))
+    with context:
+        runpy.run_path(command[0], run_name="__main__")
+    return per_step(found, (-6, -2))  # not the last one, after which something may end
 
 
 def load(script: str, flags: list[str]):
@@ -283,14 +303,19 @@ def watch(module, counts: Counter) -> list[tuple[int, Counter]]:
     return found
 
 
-def per_step(found: list, window: tuple[int, int], args) -> dict[str, float]:
+def per_step(found: list, window: tuple[int, int], num_envs: int = 1) -> dict[str, float]:
     """What was counted in the window, per step of all environments."""
     (before, first), (after, last) = (found[i] for i in window)
-    steps = (after - before) / getattr(args, "num_envs", 1)
+    steps = (after - before) / num_envs
     return {name: (last[name] - first[name]) / steps for name in last}
 
 
-WORKERS = {"launches": count_launches, "transfers": rehearse, "peer": count_peer}
+WORKERS = {
+    "launches": count_launches,
+    "transfers": count_transfers,
+    "peer-launches": count_peer_launches,
+    "peer-transfers": count_peer_transfers,
+}
 
 
 # The table
@@ -298,6 +323,8 @@ WORKERS = {"launches": count_launches, "transfers": rehearse, "peer": count_peer
 
 def call_worker(work: str, python: str, command: list[str], log: Path) -> dict:
     """What a worker counts; ValueError says what went wrong."""
+    if not shutil.which(python):
+        raise ValueError(f"{log.stem} failed: there is no interpreter {python}")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         done = subprocess.run(
@@ -316,8 +343,7 @@ def measure(script: str, logs: Path) -> dict:
     """The row of a script of ours."""
     log = logs / f"kernels-{script}.log"
     row = reduce(script, call_worker("launches", sys.executable, [script], log))
-    log = log.with_suffix(".transfers.log")
-    row |= call_worker("transfers", sys.executable, [script], log)
+    row |= call_worker("transfers", sys.executable, [script], log.with_suffix(".transfers.log"))
     row["command"] = shlex.join(["python", "plots/measure/kernels.py", "--only", script])
     return row
 
@@ -326,9 +352,10 @@ def measure_peer(name: str, words: str, logs: Path) -> dict:
     """That of another project's."""
     log = logs / (re.sub(r"\W+", "-", f"kernels {name}") + ".log")
     steps, python, script, *flags = shlex.split(words)
+    python = str(Path(python).absolute())
     command = [steps, str(Path(script).absolute()), *flags]
-    row = reduce(name, call_worker("peer", str(Path(python).absolute()), command, log))
-    row |= dict.fromkeys(TRANSFERS)  # not counted
+    row = reduce(name, call_worker("peer-launches", python, command, log))
+    row |= call_worker("peer-transfers", python, command, log.with_suffix(".transfers.log"))
     row["command"] = shlex.join([steps, Path(script).name, *flags])  # no folders of a machine
     return row
 
@@ -357,7 +384,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
         low, high = row["us on an H100"]
         line += [f"{row['bytes'] / 1e6:.1f}", f"{low:,.0f}-{high:,.0f}"]
         for kind in TRANSFERS:
-            line.append("-" if row[kind] is None else f"{row[kind]:.2f}")
+            line.append(f"{row[kind]:.2f}")
         table.append(line)
     return table
 
