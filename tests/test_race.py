@@ -152,23 +152,25 @@ def test_the_table_is_worked_out_by_hand(tmp_path):
     for seed, values in ((1, [1000, 5000, 9000]), (2, [2000, 4000, 7000])):
         rows = list(zip([1.02, 5.1, 10.2], [10, 50, 100], values, strict=True))
         run = {"entrant": "TD3", "task": "HalfCheetah-v5", "seed": seed, "evaluations": rows}
-        runs.append(run | {"minutes": 10})
+        machine = {"cpu": {"vectors": ("AVX512", "AVX2")[seed - 1]}}
+        runs.append(run | {"minutes": 10, "machine": machine})
     only = {"entrant": "SAC", "task": "Ant-v5", "seed": 1, "evaluations": [(1.0, 9, 3600)]}
-    only["minutes"] = 5
+    only |= {"minutes": 5, "machine": machine}
     others = [only | {"minutes": 3}, runs[0] | {"minutes": 20}]  # a shorter one, and a longer one
     assert race.longest([*runs, only, *others], 10) == [*runs, only]
     rows = race.summarize([*runs, only], 10)
     assert race.cells(rows) == [
-        ["task", "entrant", "seeds", "after 5 min", "after 10 min", "minutes to"],
+        ["task", "entrant", "processor", "seeds", "after 5 min", "after 10 min", "minutes to"],
         [
             "HalfCheetah-v5",
             "TD3",
+            "AVX512, AVX2",
             "2",
             "4,500 (4,000 to 5,000)",
             "8,000 (7,000 to 9,000)",
             "8,000: 10.2 (1 of 2)",
         ],
-        ["Ant-v5", "SAC", "1", "3,600", "-", "3,500: 1.0"],
+        ["Ant-v5", "SAC", "AVX2", "1", "3,600", "-", "3,500: 1.0"],
     ]
     assert "never" in race.cells(race.summarize(runs[1:], 10))[1][-1]
     assert race.after(runs[0]["evaluations"], 0.5) is None

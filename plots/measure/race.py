@@ -19,6 +19,7 @@ call goes on from there.
     CleanRL         not run: a dotted line, the return of its SAC after 1 M steps of the v4 task as
                     it publishes it (docs.cleanrl.dev); such a run takes hours
 
+    processor       its vector instructions: those with AVX512 are faster
     after N min     return: mean of the seeds, and range. An entrant that has made its steps stays.
                     Shorter runs than --minutes are told of where there are no others
     minutes to      until the first evaluation at the level: mean of the seeds that reach it, and
@@ -239,6 +240,8 @@ def summarize(runs: list[dict], minutes: int) -> list[dict]:
                 continue
             curves = [run["evaluations"] for run in mine]
             row = {"task": task, "level": LEVELS[task], "entrant": entrant, "seeds": len(mine)}
+            vectors = {run["machine"]["cpu"]["vectors"] for run in mine}
+            row["processor"] = ", ".join(sorted(vectors, reverse=True))
             for moment in dict.fromkeys([5, 10, 30, minutes]):
                 if moment <= minutes:
                     whole = [run for run in mine if run["minutes"] >= moment]
@@ -253,9 +256,9 @@ def summarize(runs: list[dict], minutes: int) -> list[dict]:
 
 def cells(rows: list[dict]) -> list[list[str]]:
     columns = [name for name in rows[0] if name.startswith("after")] if rows else []
-    table = [["task", "entrant", "seeds", *columns, "minutes to"]]
+    table = [["task", "entrant", "processor", "seeds", *columns, "minutes to"]]
     for row in rows:
-        line = [row["task"], row["entrant"], str(row["seeds"])]
+        line = [row["task"], row["entrant"], row["processor"], str(row["seeds"])]
         for name in columns:
             found = row[name]
             line.append(run_dirs.with_range(found) if found else "-")
