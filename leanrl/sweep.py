@@ -34,7 +34,8 @@ variant a task of it, which waits for --cpus-per-run and --gpus-per-run. Ray shi
 cluster sees runs/ at the same path, all commands work as they do here. If it does not, name a
 --storage that both reach (s3://bucket/runs, gs://bucket/runs): tasks leave their folders there, the
 launcher or `sync` fetches them, and `ray job stop JOB` stops. The job goes on without its launcher:
-Ctrl-C leaves it alone, and the same command follows it again. Runs never see Ray's RAY_AUTH_TOKEN.
+Ctrl-C leaves it alone, and the same command, without --again, follows it. Runs never see Ray's
+RAY_AUTH_TOKEN.
 """
 
 import argparse
