@@ -242,6 +242,7 @@ def summarize(runs: list[dict], minutes: int) -> list[dict]:
             row = {"task": task, "level": LEVELS[task], "entrant": entrant, "seeds": len(mine)}
             vectors = {run["machine"]["cpu"]["vectors"] for run in mine}
             row["processor"] = ", ".join(sorted(vectors, reverse=True))
+            row["minutes"] = max(run["minutes"] for run in mine)
             for moment in dict.fromkeys([5, 10, 30, minutes]):
                 if moment <= minutes:
                     whole = [run for run in mine if run["minutes"] >= moment]
@@ -264,7 +265,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
             line.append(run_dirs.with_range(found) if found else "-")
         level = f"{row['level']:,}"
         reached = row["reached"]
-        told = f"{level}: never"
+        told = f"{level}: not in {row['minutes']}"
         if reached:
             told = f"{level}: {statistics.fmean(reached):.1f}"
             if len(reached) < row["seeds"]:
