@@ -258,7 +258,7 @@ WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # results that are where the input is, whatever device is asked for: a change of the type alone, as
 # `to` below changes the device, and autograd's memory for a gradient
-STAYING = ("aten._to_copy", "aten.new_empty_strided")
+STAYING = {"aten::_to_copy", "aten::new_empty_strided"}
 MIXING = INDEXING | {"copy_", "_foreach_copy_", "_to_copy", "set_"}  # take tensors of the CPU, too
 
 
@@ -281,7 +281,7 @@ class Rehearsal(TorchDispatchMode):
             place, kwargs["device"] = "cuda", CPU
         elif kwargs.get("pin_memory"):
             place, kwargs["pin_memory"] = "pinned", False
-        elif any(map(on_cuda, inputs)) and (device is None or str(function).startswith(STAYING)):
+        elif any(map(on_cuda, inputs)) and (device is None or function._schema.name in STAYING):
             place = "cuda"
         if place == "cuda" or any(map(on_cuda, inputs)):
             function = partial(on_device, function, inputs)
@@ -317,8 +317,8 @@ def on_device(function, inputs, *args, **kwargs):
     copies = ()
     if name in ("copy_", "_foreach_copy_"):
         non_blocking = bound.get("non_blocking", False)
-        source = args[1] if tensors_in(args[1]) else torch.tensor(args[1])  # of a number
-        copies = list(zip(tensors_in(args[0]), tensors_in(source), strict=True))
+        sources = tensors_in(args[1]) or [torch.tensor(args[1])]  # of a number
+        copies = list(zip(tensors_in(args[0]), sources, strict=True))
     for target, source in copies:
         if on_cuda(target) and not on_cuda(source):
             upload(source, non_blocking)

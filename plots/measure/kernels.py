@@ -339,23 +339,26 @@ def call_worker(work: str, python: str, command: list[str], log: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(script: str, logs: Path) -> dict:
-    """The row of a script of ours."""
-    log = logs / f"kernels-{script}.log"
-    row = reduce(script, call_worker("launches", sys.executable, [script], log))
-    row |= call_worker("transfers", sys.executable, [script], log.with_suffix(".transfers.log"))
+def measure(name: str, work: str, python: str, command: list[str], logs: Path) -> dict:
+    """The row of a script, whose workers are those for launches and transfers of `work`."""
+    log = logs / (re.sub(r"\W+", "-", f"kernels {name}") + ".log")
+    row = reduce(name, call_worker(f"{work}launches", python, command, log))
+    log = log.with_suffix(".transfers.log")
+    return row | call_worker(f"{work}transfers", python, command, log)
+
+
+def measure_ours(script: str, logs: Path) -> dict:
+    row = measure(script, "", sys.executable, [script], logs)
     row["command"] = shlex.join(["python", "plots/measure/kernels.py", "--only", script])
     return row
 
 
 def measure_peer(name: str, words: str, logs: Path) -> dict:
     """That of another project's."""
-    log = logs / (re.sub(r"\W+", "-", f"kernels {name}") + ".log")
     steps, python, script, *flags = shlex.split(words)
     python = str(Path(python).absolute())
     command = [steps, str(Path(script).absolute()), *flags]
-    row = reduce(name, call_worker("peer-launches", python, command, log))
-    row |= call_worker("peer-transfers", python, command, log.with_suffix(".transfers.log"))
+    row = measure(name, "peer-", python, command, logs)
     row["command"] = shlex.join([steps, Path(script).name, *flags])  # no folders of a machine
     return row
 
@@ -400,7 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.path.append(str(ROOT / "tests"))
         print(json.dumps(WORKERS[work](*command)))
         return 0
-    works = [(measure, script) for script in options.only]
+    works = [(measure_ours, script) for script in options.only]
     works += [(measure_peer, *peer) for peer in options.peer]
     rows = []
     failures = []
