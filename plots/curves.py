@@ -3,11 +3,12 @@
     python plots/curves.py runs/                    all runs in runs/ and in folders there
     python plots/curves.py runs/gae_lambda --band std --target 1000
     python plots/curves.py runs/batch_size --by num_steps --where seed=1 seed=2 --x seconds
-    python plots/curves.py runs/A runs/B --out plots/results/ppo_halfcheetah_learning_cpu
+    python plots/curves.py plots/results/p*_atari_pong_cpu.json --metric charts/eval_return
 
 A panel is a script and environment. A line is what differs within it: the row of the speed-up table
 (baseline, compile, ...) and the settings that vary, or those that --by names; seeds never do. Runs
-of CleanRL, which are TensorBoard files in a directory with its name, are a line beside ours.
+of CleanRL, which are TensorBoard files in a directory with its name, are a line beside ours. A
+record of plots/record.py has the lines of its runs: returns and evaluations.
 Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
@@ -30,6 +31,7 @@ Edge of the Statistical Precipice", NeurIPS 2021.
 import argparse
 import json
 import sys
+import textwrap
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,7 +39,7 @@ import matplotlib
 import numpy as np
 import run_dirs
 from cycler import cycler
-from run_dirs import FREE_ARGS, ROOT, Run, Series, label, read_runs, read_series, shown
+from run_dirs import FREE_ARGS, ROOT, Run, Series, label, read_runs, shown
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -300,9 +302,10 @@ def styles(lines: list[str]) -> dict[str, dict]:
 
 def headline(figure, text: str, runs: list[Run]) -> None:
     """A title, and below it, smaller, where the runs were measured."""
-    figure.suptitle(f"{text}\n", fontsize=12)
+    lines = textwrap.wrap(text, width=round(11 * figure.get_figwidth()))
+    figure.suptitle("\n".join([*lines, ""]), fontsize=12)
     hardware = ", ".join(dict.fromkeys(run.hardware for run in runs))
-    below = 1 - 0.43 / figure.get_figheight()
+    below = 1 - (0.23 + 0.2 * len(lines)) / figure.get_figheight()
     figure.text(0.5, below, hardware, ha="center", fontsize=8.5, color="0.35")
 
 
@@ -330,9 +333,9 @@ def draw_line(ax, curves: list[tuple], kind: str, line: str, look: dict) -> None
 def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: list[Run]):
     """A row of panels per script and environment, a column per axis; None without a curve.
 
-    `columns` holds what `learning` returns by the name of its axis: the same lines for each.
+    `columns` holds what `learning` returns by the name of its axis; the first has all lines.
     """
-    panels = list(next(iter(columns.values())))
+    panels = next(iter(columns.values()))
     if not panels:
         return None
     figure, grid = plt.subplots(
@@ -343,17 +346,18 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
         squeeze=False,
     )
     headline(figure, f"{heading}; band: {BANDS[kind]}", runs)
-    for row, panel in zip(grid, panels, strict=True):
+    for row, (panel, lines) in zip(grid, panels.items(), strict=True):
+        looks = styles(list(lines))
         for ax, (axis, column) in zip(row, columns.items(), strict=True):
-            looks = styles(list(column[panel]))
-            for line, curves in column[panel].items():
+            for line, curves in column.get(panel, {}).items():  # old records have no seconds
                 draw_line(ax, curves, kind, line, looks[line])
             ax.set_xlabel(AXES.get(axis, axis))
             ax.xaxis.set_major_formatter(EngFormatter())
         script, env_id = panel
         row[0].set_title(f"{label(script)}: {env_id}", loc="left")
         row[0].set_ylabel(what)
-        ax.legend(**LEGEND)
+        handles, names = row[0].get_legend_handles_labels()
+        row[-1].legend(handles, names, **LEGEND)
     return figure
 
 
@@ -474,7 +478,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def why_empty(runs: list[Run], wanted: list[str]) -> str:
     """Why no run has a curve of these metrics."""
-    logged = set().union(*(read_series(run.path) for run in runs))
+    logged = set().union(*(run.series() for run in runs))
     lacking = [name for name in wanted if name not in logged]
     if not lacking:
         return f"no run has numbers of {' and '.join(wanted)}"
@@ -488,10 +492,13 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     metric = options.metric
     last = options.last
     axes = list(AXES) if options.x is None else [options.x]
-    series = {run.path: read_series(run.path, [metric, *axes]) for run in runs}
+    series = {run.path: run.series([metric, *axes]) for run in runs}
     found = groups(runs, options.by)
     what = metric.rpartition("/")[2].replace("_", " ")
-    mean_of = f"mean of the last {last or f'tenth of a run, {MEAN_OF} values at most'}"
+    if last == 1:
+        mean_of = "each value"
+    else:
+        mean_of = f"mean of the last {last or f'tenth of a run, {MEAN_OF} values at most'}"
     columns = {axis: learning(found, series, metric, axis, last) for axis in axes}
     figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", runs)
     if not figure:

@@ -16,7 +16,6 @@ from pathlib import Path
 import run_dirs
 
 RETURN = "charts/episodic_return"
-EVALUATED = "charts/eval_return"
 
 
 def rows_of(series: run_dirs.Series | None) -> list[list]:
@@ -31,7 +30,7 @@ def record_of(run_dir: Path) -> dict:
     run = run_dirs.read_part(run_dir, 0)
     if not run.stages:
         raise ValueError(run.missing)
-    series = run_dirs.read_series(run_dir, [RETURN, EVALUATED])
+    series = run.series(list(run_dirs.RECORDED))
     if RETURN not in series:
         raise ValueError("has logged no episodic return")
     here = run_dirs.this_machine()
@@ -39,14 +38,15 @@ def record_of(run_dir: Path) -> dict:
     config = run.config
     if not run_dirs.differences(config, here):
         config = run_dirs.read_config(run_dir, machine=here)
-    return {
+    record = {
         "run": run_dir.name,
         "mean_return_last_10": statistics.fmean(series[RETURN].values[-10:]),
         "config": config,
         "stages": run.stages,
-        "episodic_returns": rows_of(series[RETURN]),
-        "eval_returns": rows_of(series.get(EVALUATED)),
     }
+    for metric, name in run_dirs.RECORDED.items():
+        record[name] = rows_of(series.get(metric))
+    return record
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,8 +1,8 @@
 """Reads the directories that the scripts leave in runs/: what every program here starts from.
 
 A run is a directory with config.json, stages.json and TensorBoard files; one that was killed has no
-stages.json. Whatever else lies beside it, or is damaged, empty or half written, is passed over with
-its name and the reason.
+stages.json. A record of plots/record.py stands for the runs that it was made of. Whatever else lies
+beside them, or is damaged, empty or half written, is passed over with its name and the reason.
 """
 
 import argparse
@@ -38,8 +38,12 @@ ROWS = {  # name -> flags of the variant; the baseline is another file
 }
 # what may differ between runs of one table: the rest of args are settings that must agree
 FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
-FREE_ARGS |= {"wandb_entity", "stopwatch", "resume"}
+FREE_ARGS |= {"wandb_entity", "stopwatch", "resume", "save_model"}
 SPEED = "charts/SPS"  # of TensorBoard
+RECORDED = {  # metric -> its name in a record
+    "charts/episodic_return": "episodic_returns",
+    "charts/eval_return": "eval_returns",
+}
 # what reading a file raises that holds something else than it should
 DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError)
 
@@ -169,6 +173,21 @@ class Run:
     @property
     def hardware(self) -> str:
         return self.config["gpu"] or processor(self.config["cpu"])
+
+    def series(self, tags: list[str] | None = None) -> dict[str, "Series"]:
+        """Those of the metrics `tags`, or all."""
+        return read_series(self.path, tags)
+
+
+@dataclass
+class RecordedRun(Run):
+    """A run of a record: its directory is not needed any more."""
+
+    metrics: dict[str, "Series"] | None = None
+
+    def series(self, tags: list[str] | None = None) -> dict[str, "Series"]:
+        names = self.metrics if tags is None else self.metrics.keys() & set(tags)
+        return {name: self.metrics[name] for name in names}
 
 
 class CleanRLRun(Run):
@@ -433,12 +452,42 @@ def read_part(path: Path, before: int) -> Run:
         if args.get("stopwatch") == "trace":  # the report ends where the trace begins
             speeds = read_series(path, [SPEED]).get(SPEED)
             steps = round(speeds.steps[-1]) if speeds else 0
-        rollout = args.get("num_steps", 1) * args.get("num_envs", 1)  # PPO ends with a whole one
-        if steps < 0.99 * (args["total_timesteps"] // rollout * rollout):
-            run.missing = f"stopped after {steps} of {args['total_timesteps']} steps"
+        run.missing = missing_steps(args, steps)
     except (KeyError, TypeError, AttributeError, ArithmeticError, IndexError):
         raise ValueError("holds the files of some other program") from None
     return run
+
+
+def missing_steps(args: dict, steps: int) -> str:
+    """What a run that has made so many steps lacks to its end, or nothing."""
+    rollout = args.get("num_steps", 1) * args.get("num_envs", 1)  # PPO ends with a whole one
+    if steps < 0.99 * (args["total_timesteps"] // rollout * rollout):
+        return f"stopped after {steps} of {args['total_timesteps']} steps"
+    return ""
+
+
+def read_record(path: Path) -> list[RecordedRun]:
+    """The runs of a file that plots/record.py has written; ValueError says what is wrong with it.
+
+    The oldest records have no seconds: those are NaN.
+    """
+    runs = []
+    try:
+        for entry in read_json(path)["runs"]:
+            config = entry["config"]
+            metrics = {}
+            for metric, name in RECORDED.items():
+                if rows := entry[name]:
+                    steps, values, *seconds = np.array(rows, dtype=float).T
+                    unknown = np.full_like(steps, math.nan)
+                    metrics[metric] = Series(steps, seconds[0] if seconds else unknown, values)
+            last = max(series.steps[-1] for series in metrics.values())
+            missing = missing_steps(config["args"], round(last))
+            at = real(path) / entry["run"]
+            runs.append(RecordedRun(at, config, entry["stages"], missing, metrics))
+    except DAMAGED:
+        raise ValueError("is no record of runs") from None
+    return runs
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
@@ -471,7 +520,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
 
 
 def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[str]]:
-    """The runs at or below `paths`, and for each directory that is none what is wrong with it."""
+    """The runs at or below `paths`, which may be records, and what is wrong with all else."""
     runs = []
     skipped = []
     for path in find_runs(paths):
@@ -479,6 +528,12 @@ def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[st
             runs.append(read_run(path, whole))
         except ValueError as reason:
             skipped.append(f"{shown(path)} {reason}")
+    for path in paths:
+        if path.is_file():
+            try:
+                runs += read_record(path)
+            except ValueError as reason:
+                skipped.append(f"{shown(path)} {reason}")
     skipped += [f"{shown(path)} does not exist" for path in paths if not path.exists()]
     return runs, skipped
 

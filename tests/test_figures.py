@@ -601,10 +601,49 @@ def test_scores_count_who_never_arrives(sweep_runs, tmp_path, capsys):
     assert rows[1]["low"] < 102 < rows[1]["high"]
     text = out.with_name("s_scores.svg").read_text()
     assert "interquartile mean" in text and "gae_lambda=0.9" in text
-    figure = curves.draw_scores(rows, "episodic return, mean of the last 1")
+    figure = curves.draw_scores(rows, "episodic return, each value")
     assert curves.save(figure, tmp_path / "s_scores")[1].read_text() == text  # bytes repeat
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "gae_lambda=0.9" in line)
     assert line.split()[-2:] == ["400", "1"]  # median and never: the latter is the last of three
+
+
+def test_a_record_has_the_curves_and_scores_of_its_runs(sweep_runs, tmp_path, monkeypatch, capsys):
+    """One that was made before records had seconds has those over steps."""
+    path = tmp_path / "record.json"
+    assert record.main([str(path), *map(str, sorted(sweep_runs.glob("*/runs/*")))]) == 0
+    drawn = []
+    save = curves.save
+    monkeypatch.setattr(curves, "save", lambda *given: drawn.append(given[0]) or save(*given))
+
+    def curves_of(source):
+        drawn.clear()
+        stem = tmp_path / "out/c"
+        assert curves.main([str(source), "--last", "1", "--target", "92", "--out", str(stem)]) == 0
+        points = [[line.get_xydata() for line in ax.lines] for ax in drawn[0].axes]
+        return *points, json.loads(stem.with_name("c_scores.json").read_text())
+
+    steps, seconds, scores = curves_of(sweep_runs)
+    capsys.readouterr()
+    curves_of(path)  # the runs say that they have made 1,000 steps, their curves have less
+    assert capsys.readouterr().err.count("stopped after") == 6
+    whole = json.loads(path.read_text())
+    for run in whole["runs"]:
+        run["config"]["args"]["total_timesteps"] = 400
+    path.write_text(json.dumps(whole))
+    steps_again, seconds_again, scores_again = curves_of(path)
+    assert "interrupted" not in capsys.readouterr().err and scores_again == scores
+    for one, other in zip(steps, steps_again, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.01)
+    for one, other in zip(seconds, seconds_again, strict=True):  # rounded, so the grid differs
+        np.testing.assert_allclose(one[-1], other[-1], atol=0.01)
+    for run in whole["runs"]:
+        run["episodic_returns"] = [row[:2] for row in run["episodic_returns"]]
+    path.write_text(json.dumps(whole))
+    steps_again, seconds_again, scores_again = curves_of(path)
+    assert len(steps_again) == len(steps) and not seconds_again and scores_again == scores
+    (tmp_path / "other.json").write_text(json.dumps({"runs": [{}]}))
+    found, skipped = run_dirs.read_runs([tmp_path / "other.json", path])
+    assert len(found) == 6 and len(skipped) == 1 and "is no record of runs" in skipped[0]
 
 
 def test_the_mean_ends_with_the_first_finished_run():
