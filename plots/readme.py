@@ -261,7 +261,7 @@ def race() -> str:
     found = record("race_cpu")
     rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
     levels = {row["task"]: row["level"] for row in found["rows"]}
-    moments = [name for name in found["rows"][0] if name.startswith("after")]
+    columns = [name for name in found["rows"][0] if name.startswith("after")]
     heading = ["entrant"]
     for task in levels:
         heading += [task, f"minutes to {levels[task]:,}"]
@@ -273,13 +273,13 @@ def race() -> str:
             if row is None:
                 line += ["-", "-"]
                 continue
-            means = [row[moment]["mean"] if row[moment] else None for moment in moments]
+            means = [row[column]["mean"] if row[column] else None for column in columns]
             line.append(", ".join("-" if mean is None else short(mean) for mean in means))
             reached = row["reached"]
             never = f"not in {row['minutes']}"
             line.append(f"{statistics.fmean(reached):.1f}" if reached else never)
         table.append(line)
-    minutes = [re.sub(r"\D", "", moment) for moment in moments]
+    minutes = [re.sub(r"\D", "", column) for column in columns]
     seeds = sorted({row["seeds"] for row in found["rows"]})
     vectors = dict.fromkeys(run["machine"]["cpu"]["vectors"] for run in found["runs"])
     last = found["runs"][-1]["machine"]

@@ -291,11 +291,11 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
                 continue
             values = []
             for run in mine:
-                moments, _, returns = np.array(run["evaluations"]).T
+                times, _, returns = np.array(run["evaluations"]).T
                 # what has made its steps stays, so that a mean is over the same seeds
-                moments = np.append(moments, max(moments[-1], run["minutes"]))
+                times = np.append(times, max(times[-1], run["minutes"]))
                 returns = np.append(returns, returns[-1])
-                values.append(curves.on_grid(grid, moments, returns))
+                values.append(curves.on_grid(grid, times, returns))
             values = np.array(values)
             known = np.isfinite(values).any(0)
             colour = COLOURS[entrant]
