@@ -38,6 +38,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
@@ -54,7 +55,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tqdm
 import tyro
-from gymnasium.utils.save_video import save_video
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
@@ -117,6 +117,7 @@ class AtariEnvs:
         known = env_id in envpool.list_all_envs()
         if not known or envpool.make_spec(env_id).observation_space.shape != OBS_SHAPE:
             raise SystemExit(f"--env-id: EnvPool has no Atari game {env_id}; Breakout-v5 is one")
+        seed %= 2**31  # EnvPool's limit
         with one_line("--num-envs", MemoryError):
             self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, seed=seed, **options)
         self.returns = np.zeros(num_envs)
@@ -125,7 +126,8 @@ class AtariEnvs:
     def step(self, actions: np.ndarray) -> tuple:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
-        infos: `final_obs` (N, O), from before resets; `games`, (score, steps) of each that is over.
+        infos: `final_obs` (N, O), from before resets; `whole` (N,), whether a game is over and not
+        only a life; `games`, (score, steps) of each of them.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
@@ -135,7 +137,7 @@ class AtariEnvs:
         self.returns += infos["reward"]  # not clipped
         self.lengths += 1
         games = list(zip(self.returns[whole], self.lengths[whole], strict=True))
-        infos = {"final_obs": obs, "games": games}
+        infos = {"final_obs": obs, "whole": whole, "games": games}
         if ended.any():
             index = np.flatnonzero(ended)
             any_action = np.zeros_like(index)
@@ -396,6 +398,8 @@ class PPO(nn.Module):
 def main(args: Args) -> Path | None:
     """Trains and, on rank 0, returns the run directory."""
     check_args(args)
+    if args.capture_video and not find_spec("moviepy"):
+        raise SystemExit("--capture-video: pip install -r requirements/video.txt")
     on_gpu = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     args, store = connect(args, device)
@@ -582,8 +586,13 @@ def one_of_many(run: "Run"):
 def evaluate(agent: PPO, args: Args, video: Path) -> float:
     """Mean score of K whole games from always the same starts, acting as in training."""
     unseen = args.seed + 2**30  # not the games of training
-    mode = "rgb_array" if args.capture_video else None
-    envs = AtariEnvs(args.env_id, args.eval_episodes, unseen, render_mode=mode)
+    envs = AtariEnvs(
+        args.env_id,
+        args.eval_episodes,
+        unseen,
+        episodic_life=True,  # EnvPool serves a new ball only where an episode begins
+        render_mode="rgb_array",
+    )
     device = agent.model.actor.weight.device
     generator = torch.Generator().manual_seed(unseen)
     noise = torch.empty(args.eval_episodes, envs.pool.action_space.n)
@@ -598,13 +607,15 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
         inputs = torch.from_numpy(obs).to(device)
         actions, _, _ = PPO.act(agent, inputs, noise.to(device))  # agent.act may be compiled
         actions = actions.cpu().numpy()
-        obs, rewards, terminated, truncated, _ = envs.step(actions)
+        obs, rewards, _, _, infos = envs.step(actions)
         returns += running * rewards
-        running &= ~(terminated | truncated)
+        running &= ~infos["whole"]
         if not running.any():
             break
     envs.pool.close()
     if frames:
+        from gymnasium.utils.save_video import save_video
+
         save_video(frames, str(video), lambda episode: True, fps=15)  # a step is 4 of 60 frames
     return float(returns.mean())
 

@@ -3,7 +3,7 @@
     python leanrl/pqn_atari_envpool_torchcompile.py --compile --cudagraphs
     python leanrl/pqn_atari_envpool_torchcompile.py --compile --bf16 --channels-last \
         --env-id Pong-v5 --num-envs 32 --num-steps 64 --num-minibatches 8 --update-epochs 2 \
-        --learning-rate 5e-4 --q-lambda 0.85 --total-timesteps 2400000      # Pong, on two cores
+        --learning-rate 5e-4 --q-lambda 0.85 --total-timesteps 2400000      # Pong
 
 The algorithm is that of its twin, pqn_atari_envpool.py, which says where it comes from and what the
 shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest is the same
@@ -30,6 +30,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
@@ -44,7 +45,6 @@ import numpy as np
 import torch
 import tqdm
 import tyro
-from gymnasium.utils.save_video import save_video
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -107,6 +107,7 @@ class AtariEnvs:
         known = env_id in envpool.list_all_envs()
         if not known or envpool.make_spec(env_id).observation_space.shape != OBS_SHAPE:
             raise SystemExit(f"--env-id: EnvPool has no Atari game {env_id}; Breakout-v5 is one")
+        seed %= 2**31  # EnvPool's limit
         with one_line("--num-envs", MemoryError):
             self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, seed=seed, **options)
         self.returns = np.zeros(num_envs)
@@ -115,7 +116,8 @@ class AtariEnvs:
     def step(self, actions: np.ndarray) -> tuple:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
-        infos: `final_obs` (N, O), from before resets; `games`, (score, steps) of each that is over.
+        infos: `final_obs` (N, O), from before resets; `whole` (N,), whether a game is over and not
+        only a life; `games`, (score, steps) of each of them.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
@@ -125,7 +127,7 @@ class AtariEnvs:
         self.returns += infos["reward"]  # not clipped
         self.lengths += 1
         games = list(zip(self.returns[whole], self.lengths[whole], strict=True))
-        infos = {"final_obs": obs, "games": games}
+        infos = {"final_obs": obs, "whole": whole, "games": games}
         if ended.any():
             index = np.flatnonzero(ended)
             any_action = np.zeros_like(index)
@@ -458,6 +460,8 @@ def capture_agent(agent: PQN) -> None:
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
+    if args.capture_video and not find_spec("moviepy"):
+        raise SystemExit("--capture-video: pip install -r requirements/video.txt")
     on_gpu = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     # speed: a processor that emulates bfloat16 is many times slower than in float32
@@ -589,8 +593,13 @@ def main(args: Args) -> Path:
 def evaluate(agent: PQN, args: Args, video: Path) -> float:
     """Mean score of K whole games from always the same starts, exploring with end_e."""
     unseen = args.seed + 2**30  # not the games of training
-    mode = "rgb_array" if args.capture_video else None
-    envs = AtariEnvs(args.env_id, args.eval_episodes, unseen, render_mode=mode)
+    envs = AtariEnvs(
+        args.env_id,
+        args.eval_episodes,
+        unseen,
+        episodic_life=True,  # EnvPool serves a new ball only where an episode begins
+        render_mode="rgb_array",
+    )
     device = agent.model.head.weight.device
     generator = torch.Generator().manual_seed(unseen)
     count = args.eval_episodes
@@ -608,13 +617,15 @@ def evaluate(agent: PQN, args: Args, video: Path) -> float:
         draws = explores.to(device), random_actions.to(device)
         actions, _ = PQN.act(agent, inputs, *draws)  # agent.act may be compiled
         actions = actions.cpu().numpy()
-        obs, rewards, terminated, truncated, _ = envs.step(actions)
+        obs, rewards, _, _, infos = envs.step(actions)
         returns += running * rewards
-        running &= ~(terminated | truncated)
+        running &= ~infos["whole"]
         if not running.any():
             break
     envs.pool.close()
     if frames:
+        from gymnasium.utils.save_video import save_video
+
         save_video(frames, str(video), lambda episode: True, fps=15)  # a step is 4 of 60 frames
     return float(returns.mean())
 

@@ -78,7 +78,7 @@ class FakeGames:
             return self.current[i].copy(), nothing, False, False, nothing, False
         kinds = list(ENDS)
         life, over, limit = kinds[self.draws[i].choice(len(kinds), p=list(ENDS.values()))]
-        if not self.episodic_life and self.draws[i].random() < 0.7:  # longer and shorter episodes
+        if not self.reward_clip and self.draws[i].random() < 0.7:  # longer and shorter games
             life = over = limit = False
         score = np.float32(self.draws[i].integers(-2, 8))
         reward = np.sign(score) if self.reward_clip else score

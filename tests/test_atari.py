@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,8 +303,9 @@ def assert_evaluations_are_of_whole_games(pools, acts, rows):
         made = pool.made | {"seed": 0}
         seeds = {pool.made["seed"] + i for i in range(5)}
         assert min(seeds) > 10**6, "games of training, or of a resumed one"
-        assert made == {"env_id": "Breakout-v5", "num_envs": 5, "seed": 0, "render_mode": None} | {
-            "episodic_life": False,
+        assert made == {"env_id": "Breakout-v5", "num_envs": 5, "seed": 0} | {
+            "render_mode": "rgb_array",
+            "episodic_life": True,
             "reward_clip": False,
         }
         scores, lengths = [], []
@@ -325,6 +327,15 @@ def assert_evaluations_are_of_whole_games(pools, acts, rows):
     assert rows["charts/eval_return"] == list(zip(steps, map(pytest.approx, found), strict=True))
 
 
+@pytest.mark.parametrize("life", [True, False])
+def test_a_policy_that_never_fires_is_served_a_new_ball(life):
+    """In Breakout, where an episode begins; else one that learned with such episodes stalls."""
+    envs = baseline.AtariEnvs("Breakout-v5", 1, 1, episodic_life=life)
+    envs.pool.reset()
+    games = [envs.step(np.zeros(1, dtype=int))[-1]["games"] for _ in range(300)]
+    assert any(games) == life
+
+
 def test_an_evaluation_waits_for_the_longest_game(monkeypatch):
     """EnvPool ends games after 27,000 steps; here with a policy that takes no time."""
 
@@ -338,7 +349,7 @@ def test_an_evaluation_waits_for_the_longest_game(monkeypatch):
         def step(self, actions):
             self.steps += 1
             ended = np.array([self.steps == 27_000])
-            return np.zeros(1), np.ones(1), ended, ~ended & ended, {}
+            return np.zeros(1), np.ones(1), ended, ~ended & ended, {"whole": ended}
 
         def close(self):
             pass
@@ -801,3 +812,13 @@ def test_a_reward_that_is_not_finite_ends_the_run_and_the_checkpoint_stays(monke
     with pytest.raises(SystemExit, match="step 256: losses/.* is not finite: nan"):
         train(baseline, total_timesteps=256, checkpoint_every=128, resume=str(part))
     assert (part / "checkpoint.pt").read_bytes() == before
+
+
+@SCRIPTS
+def test_without_moviepy_only_videos_are_refused(module, monkeypatch):
+    """In one line, before the training; gymnasium.utils.save_video cannot even be imported then."""
+    monkeypatch.setitem(sys.modules, "moviepy", None)
+    monkeypatch.delitem(sys.modules, "gymnasium.utils.save_video", raising=False)
+    fresh = runpy.run_path(module.__file__)
+    with pytest.raises(SystemExit, match="--capture-video: pip install"):
+        fresh["main"](fresh["Args"](capture_video=True))
