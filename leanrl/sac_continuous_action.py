@@ -5,10 +5,11 @@
     python leanrl/sac_continuous_action.py --resume runs/RUN        # go on from its checkpoint.pt
 
 Algorithm 1 of Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", 2018
-(arXiv:1812.05905), with CleanRL's defaults: twin Q-networks, automatic temperature, one update per
-environment step and, on every second one, two of the policy. The temperature step reuses the
-log-probabilities of the policy step. A truncated episode bootstraps, a terminated one does not. The
-updates come between action and environment step: a GPU works on them while the simulator steps.
+(arXiv:1812.05905), with CleanRL's defaults, HalfCheetah-v5 instead of Hopper-v4 apart: twin
+Q-networks, automatic temperature, one update per environment step and, on every second one, two of
+the policy. The temperature step reuses the log-probabilities of the policy step. A truncated
+episode bootstraps, a terminated one does not. The updates come between action and environment step:
+a GPU works on them while the simulator steps.
 Its twin sac_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: N environments, B batch, O observation, A action.
 """

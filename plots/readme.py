@@ -198,8 +198,8 @@ def overhead() -> str:
     """The least and the largest bias of the stopwatch over all scripts."""
     rows = record("overhead_cpu")["rows"]
     means = [row["bias"]["mean"] for row in rows]
-    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} rows, "
-    return f"{said}where a single pair differs by more (`overhead_cpu.md`).\n"
+    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} rows: "
+    return f"{said}less than what a single pair differs by (`overhead_cpu.md`).\n"
 
 
 def learning() -> str:
@@ -262,12 +262,13 @@ def race() -> str:
     rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
     levels = {row["task"]: row["level"] for row in found["rows"]}
     columns = [name for name in found["rows"][0] if name.startswith("after")]
-    heading = ["entrant"]
+    heading = ["entrant", "vectors"]
     for task in levels:
         heading += [task, f"minutes to {levels[task]:,}"]
     table = [heading]
     for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
-        line = [entrant]
+        processors = {row["processor"] for row in found["rows"] if row["entrant"] == entrant}
+        line = [entrant, max(processors, key=len)]
         for task in levels:
             row = rows.get((entrant, task))
             if row is None:
@@ -287,7 +288,7 @@ def race() -> str:
     said = f"Returns after {', '.join(minutes[:-1])} and {minutes[-1]} minutes of processor time, "
     said += f"seeds: {' to '.join(map(str, seeds))}, on {machine} (`race_cpu.md`, with ranges); "
     said += "-: not run yet."
-    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
 class Reached(NamedTuple):
