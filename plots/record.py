@@ -6,7 +6,7 @@ A record holds, per run, config.json and stages.json whole, every episodic retur
 [step, return, seconds since the run began to write] (the oldest records have no seconds), and the
 mean of the last 10 returns (of episodes, or of rollouts where a script logs the mean of each). What
 config.json does not say of the machine is in machine.json, or else what this machine says of
-itself, if it has the same GPU, or none, and the same torch.
+itself, if it has the same GPU, or none, and the same torch; load and commit are then unknown.
 """
 
 import json
@@ -34,7 +34,7 @@ def record_of(run_dir: Path) -> dict:
     if RETURN not in series:
         raise ValueError("has logged no episodic return")
     here = run_dirs.this_machine()
-    here["load_average"] = None  # what it was then, nobody knows
+    here |= {"load_average": None, "git_commit": None}  # what they were then, nobody knows
     config = run.config
     if not run_dirs.differences(config, here):
         config = run_dirs.read_config(run_dir, machine=here)

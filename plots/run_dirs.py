@@ -481,10 +481,12 @@ def read_record(path: Path) -> list[RecordedRun]:
                     steps, values, *seconds = np.array(rows, dtype=float).T
                     unknown = np.full_like(steps, math.nan)
                     metrics[metric] = Series(steps, seconds[0] if seconds else unknown, values)
-            last = max(series.steps[-1] for series in metrics.values())
-            missing = missing_steps(config["args"], round(last))
+            stages = entry["stages"]
+            steps = [stages.get("sps", 0) * stages["wall_seconds"]]  # the oldest have no sps
+            steps += [series.steps[-1] for series in metrics.values()]
+            missing = missing_steps(config["args"], round(max(steps)))
             at = real(path) / entry["run"]
-            runs.append(RecordedRun(at, config, entry["stages"], missing, metrics))
+            runs.append(RecordedRun(at, config, stages, missing, metrics))
     except DAMAGED:
         raise ValueError("is no record of runs") from None
     return runs
@@ -528,12 +530,21 @@ def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[st
             runs.append(read_run(path, whole))
         except ValueError as reason:
             skipped.append(f"{shown(path)} {reason}")
+    known = {run.path.name for run in runs}
     for path in paths:
-        if path.is_file():
-            try:
-                runs += read_record(path)
-            except ValueError as reason:
-                skipped.append(f"{shown(path)} {reason}")
+        if not path.is_file():
+            continue
+        try:
+            found = read_record(path)
+        except ValueError as reason:
+            skipped.append(f"{shown(path)} {reason}")
+            continue
+        for run in found:
+            if run.missing and whole:
+                skipped.append(f"{shown(run.path)} {run.missing}")
+            elif run.path.name not in known:
+                known.add(run.path.name)
+                runs.append(run)
     skipped += [f"{shown(path)} does not exist" for path in paths if not path.exists()]
     return runs, skipped
 

@@ -624,26 +624,27 @@ def test_a_record_has_the_curves_and_scores_of_its_runs(sweep_runs, tmp_path, mo
 
     steps, seconds, scores = curves_of(sweep_runs)
     capsys.readouterr()
-    curves_of(path)  # the runs say that they have made 1,000 steps, their curves have less
-    assert capsys.readouterr().err.count("stopped after") == 6
-    whole = json.loads(path.read_text())
-    for run in whole["runs"]:
-        run["config"]["args"]["total_timesteps"] = 400
-    path.write_text(json.dumps(whole))
     steps_again, seconds_again, scores_again = curves_of(path)
     assert "interrupted" not in capsys.readouterr().err and scores_again == scores
     for one, other in zip(steps, steps_again, strict=True):
         np.testing.assert_allclose(one, other, atol=0.01)
     for one, other in zip(seconds, seconds_again, strict=True):  # rounded, so the grid differs
         np.testing.assert_allclose(one[-1], other[-1], atol=0.01)
+    whole = json.loads(path.read_text())
     for run in whole["runs"]:
         run["episodic_returns"] = [row[:2] for row in run["episodic_returns"]]
     path.write_text(json.dumps(whole))
     steps_again, seconds_again, scores_again = curves_of(path)
     assert len(steps_again) == len(steps) and not seconds_again and scores_again == scores
     (tmp_path / "other.json").write_text(json.dumps({"runs": [{}]}))
-    found, skipped = run_dirs.read_runs([tmp_path / "other.json", path])
+    found, skipped = run_dirs.read_runs([tmp_path / "other.json", path, path])
     assert len(found) == 6 and len(skipped) == 1 and "is no record of runs" in skipped[0]
+    assert len(run_dirs.read_runs([sweep_runs, path])[0]) == 6, "a run counts once"
+    for run in whole["runs"][:2]:
+        run["config"]["args"]["total_timesteps"] = 2000
+    path.write_text(json.dumps(whole))
+    found, skipped = run_dirs.read_runs([path])
+    assert len(found) == 4 and all("of 2000 steps" in line for line in skipped)
 
 
 def test_the_mean_ends_with_the_first_finished_run():
