@@ -28,6 +28,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -483,6 +484,21 @@ class PPO(nn.Module):
         return metrics
 
 
+# speed: g++ reads PyTorch's headers once for all kernels: here, while Python traces the first ones
+def compile_headers() -> None:
+    """A thread compiles a kernel that does nothing."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    kernel = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel() {}'
+
+    def work():
+        with suppress(Exception):  # the next kernel will meet it, too, and say so
+            AsyncCompile().cpp_pybinding([], kernel)
+
+    settings = copy_context()  # the compiler's
+    threading.Thread(target=settings.run, args=[work], daemon=True).start()
+
+
 # speed: a step, the advantages and an update, optimizer included, become one graph or a few each
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
@@ -494,6 +510,8 @@ def compile_agent(agent: PPO) -> None:
     on_zen5 = cpuinfo.exists() and "family\t: 26" in cpuinfo.read_text()
     if on_cpu and on_zen5:  # on Zen 4 it is slower, with AMX it means bfloat16, on a GPU TF32
         torch.set_float32_matmul_precision("medium")  # oneDNN, not MKL: 1.5x on AMD's Zen 5
+    if on_cpu:
+        compile_headers()
     for name in ("step", "prepare", "gather", "gradients", "optimize"):
         method = getattr(agent, name)
         setattr(agent, name, torch.compile(method, fullgraph=True))

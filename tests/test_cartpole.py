@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from test_sac import read_run, read_scalars, run
 from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
+from torch._inductor import codecache
 
 from leanrl import ppo_cartpole_gpu as baseline
 from leanrl import ppo_cartpole_gpu_torchcompile as variant
@@ -528,6 +530,20 @@ def test_whole_runs_agree(backend, monkeypatch):  # noqa: F811
 
 def test_differing_hunks_are_marked():
     assert_hunks_are_marked(baseline, variant)
+
+
+def test_the_headers_that_are_read_early_are_those_of_the_kernels():
+    """What the thread has g++ read no kernel has it read again."""
+    read = codecache._precompile_header
+    read.cache_clear()
+    before = threading.enumerate()
+    variant.compile_headers()
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join()
+    assert read.cache_info().misses == 1
+    number = time.time()  # a kernel that no cache has
+    torch.compile(lambda x: x.exp() + number, dynamic=False)(torch.zeros(100))
+    assert read.cache_info().misses == 1 and read.cache_info().hits > 0
 
 
 @pytest.mark.gpu
