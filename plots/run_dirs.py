@@ -554,7 +554,7 @@ class Series:
     """One metric of a run, in the order of its steps."""
 
     steps: np.ndarray  # (n,) environment steps
-    seconds: np.ndarray  # (n,) since the run began to write
+    seconds: np.ndarray  # (n,) since the run began to write, without pauses before it was resumed
     values: np.ndarray  # (n,)
 
 
@@ -569,13 +569,18 @@ def read_series(path: Path, tags: list[str] | None = None) -> dict[str, Series]:
         start = events.FirstEventTimestamp()
     except Exception:  # none there, or none of TensorBoard's: it raises many kinds
         return found
-    there = set(events.Tags()["scalars"])
-    for tag in there if tags is None else there & set(tags):
-        rows = events.Scalars(tag)
+    rows = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    times = {tag: np.array([row.wall_time for row in mine]) for tag, mine in rows.items()}
+    everything = np.concatenate([*times.values(), [start]])
+    names = " ".join(file.name for file in path.glob("events.out.tfevents.*"))
+    resumed = sorted(map(int, re.findall(r"tfevents\.(\d+)", names)))[1:]
+    pauses = {at: at - everything[everything < at].max(initial=start) for at in resumed}
+    for tag in rows if tags is None else rows.keys() & set(tags):
+        paused = sum(seconds * (times[tag] >= at) for at, seconds in pauses.items())
         found[tag] = Series(
-            steps=np.array([row.step for row in rows], dtype=float),
-            seconds=np.array([row.wall_time for row in rows]) - start,
-            values=np.array([row.value for row in rows]),
+            steps=np.array([row.step for row in rows[tag]], dtype=float),
+            seconds=times[tag] - start - paused,
+            values=np.array([row.value for row in rows[tag]]),
         )
     return found
 
@@ -679,6 +684,13 @@ def draw_runs(doc: str, name: str, write: Callable, arguments: list[str] | None 
     return int(not files)
 
 
+def write_json(path: Path, value: dict, indent: int = 1) -> None:
+    """Whenever the process dies, the file is whole, old or new."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=indent) + "\n")
+    partial.replace(path)
+
+
 def write_report(
     stem: Path,
     above: list[str],
@@ -695,5 +707,5 @@ def write_report(
     before = "\n".join(f"- {line}" for line in above)
     after = "\n".join(f"- {line}" for line in below)
     markdown.write_text(f"{before}\n\n{as_markdown(table, labels)}\n\n{after}\n")
-    numbers.write_text(json.dumps(record, indent=2) + "\n")
+    write_json(numbers, record, indent=2)
     print("", *above, "", as_text(table, labels), "", *below, sep="\n")

@@ -346,6 +346,21 @@ def test_series_end_where_the_file_is_damaged(tmp_path):
     assert run_dirs.read_series(tmp_path / "gone", ["charts/SPS"]) == {}
 
 
+def test_a_pause_before_a_run_is_resumed_is_none_of_its_seconds(tmp_path):
+    day = 86_400
+    for part in range(3):
+        rows = []
+        for step in range(10 * part, 10 * part + 10):
+            rows.append(("charts/SPS", step, part * day + step, 1.0))
+        write_events(tmp_path / f"{part}", rows)
+        (file,) = (tmp_path / f"{part}").iterdir()
+        kind, name, _, began, *rest = file.name.split(".")
+        began = int(began) + part * day + 10 * part  # when its first row was written
+        file.rename(tmp_path / ".".join([kind, name, "tfevents", str(began), *rest]))
+    seconds = run_dirs.read_series(tmp_path, ["charts/SPS"])["charts/SPS"].seconds
+    assert len(seconds) == 30 and np.diff(seconds).max() < 5 and np.diff(seconds).min() >= 0
+
+
 # Curves
 
 

@@ -137,7 +137,10 @@ def make(
     def kept() -> list[dict]:
         return run_dirs.read_json(path)["runs"] if path.exists() else []
 
-    mine = [run for run in kept() if run["minutes"] == options.minutes]
+    try:
+        mine = [run for run in kept() if run["minutes"] == options.minutes]
+    except run_dirs.DAMAGED as problem:
+        raise SystemExit(f"error: {run_dirs.shown(path)} is damaged: {problem}") from None
     made = {(run[kind], run["task"], run["seed"]) for run in mine}
     wanted = [run for run in wanted if run not in made]
     cores: queue.Queue = queue.Queue()
@@ -177,10 +180,7 @@ def make(
         result["machine"] = run_dirs.machine([here])
         with writing:
             bar.update()
-            record = {"schema": 1, "runs": [*kept(), result]}
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(record, indent=1) + "\n")
-            partial.replace(path)
+            run_dirs.write_json(path, {"schema": 1, "runs": [*kept(), result]})
 
     with bar, ThreadPoolExecutor(cores.qsize()) as pool:
         try:
