@@ -108,8 +108,8 @@ class AtariEnvs:
     def step(self, actions: np.ndarray) -> tuple:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
-        infos: `final_obs` (N, O), from before resets; `whole` (N,), whether a game is over and not
-        only a life; `games`, (score, steps) of each of them.
+        infos: `final_obs` (N, O), from before resets; `whole` (N,), where the game is over, not
+        only a life; `games`, their (score, steps).
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life

@@ -5,7 +5,7 @@
     python leanrl/sac_continuous_action.py --resume runs/RUN        # go on from its checkpoint.pt
 
 Algorithm 1 of Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", 2018
-(arXiv:1812.05905), with CleanRL's defaults, HalfCheetah-v5 instead of Hopper-v4 apart: twin
+(arXiv:1812.05905), with CleanRL's defaults, but HalfCheetah-v5 for Hopper-v4: twin
 Q-networks, automatic temperature, one update per environment step and, on every second one, two of
 the policy. The temperature step reuses the log-probabilities of the policy step. A truncated
 episode bootstraps, a terminated one does not. The updates come between action and environment step:

@@ -7,8 +7,8 @@
 
 A panel is a script and environment. A line is what differs within it: the row of the speed-up table
 (baseline, compile, ...) and the settings that vary, or those that --by names; seeds never do. Runs
-of CleanRL, which are TensorBoard files in a directory with its name, are a line beside ours. A
-record of plots/record.py has the lines of its runs: returns and evaluations.
+of CleanRL, which are TensorBoard files in a directory with its name, are a line beside ours.
+Records of plots/record.py have curves, too: of returns and evaluations.
 Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or

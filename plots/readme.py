@@ -267,8 +267,9 @@ def race() -> str:
         heading += [task, f"minutes to {levels[task]:,}"]
     table = [heading]
     for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
-        processors = {row["processor"] for row in found["rows"] if row["entrant"] == entrant}
-        line = [entrant, max(processors, key=len)]
+        mine = [run["machine"]["cpu"] for run in found["runs"] if run["entrant"] == entrant]
+        vectors = {cpu["vectors"] for cpu in mine}
+        line = [entrant, ", ".join(sorted(vectors, reverse=True))]
         for task in levels:
             row = rows.get((entrant, task))
             if row is None:

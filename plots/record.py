@@ -61,8 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
             runs.append(record_of(run_dir))
         except ValueError as problem:
             raise SystemExit(f"error: {run_dirs.shown(run_dir)} {problem}") from None
-    record = json.dumps({"note": args.note, "runs": runs}, indent=1) + "\n"
-    args.record.write_text(record.replace(f"{run_dirs.ROOT}/", ""))  # no folders of a machine
+    record = json.dumps({"note": args.note, "runs": runs})
+    record = record.replace(f"{run_dirs.ROOT}/", "")  # no folders of a machine
+    run_dirs.write_json(args.record, json.loads(record))
     for run in runs:
         print(f"{run['run']}: mean of the last 10 returns {run['mean_return_last_10']:,.1f}")
     return 0

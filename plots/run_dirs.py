@@ -469,7 +469,7 @@ def missing_steps(args: dict, steps: int) -> str:
 def read_record(path: Path) -> list[RecordedRun]:
     """The runs of a file that plots/record.py has written; ValueError says what is wrong with it.
 
-    The oldest records have no seconds: those are NaN.
+    The oldest records have no seconds, which are NaN, and another name for `sps`.
     """
     runs = []
     try:
@@ -481,11 +481,11 @@ def read_record(path: Path) -> list[RecordedRun]:
                     steps, values, *seconds = np.array(rows, dtype=float).T
                     unknown = np.full_like(steps, math.nan)
                     metrics[metric] = Series(steps, seconds[0] if seconds else unknown, values)
-            stages = entry["stages"]
-            steps = [stages.get("sps", 0) * stages["wall_seconds"]]  # the oldest have no sps
+            stages = {"sps": entry["stages"].get("sps_inclusive")} | entry["stages"]
+            steps = [stages["sps"] * stages["wall_seconds"]]
             steps += [series.steps[-1] for series in metrics.values()]
             missing = missing_steps(config["args"], round(max(steps)))
-            at = real(path) / entry["run"]
+            at = real(path) / str(len(runs)) / entry["run"]
             runs.append(RecordedRun(at, config, stages, missing, metrics))
     except DAMAGED:
         raise ValueError("is no record of runs") from None
@@ -540,11 +540,12 @@ def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[st
             skipped.append(f"{shown(path)} {reason}")
             continue
         for run in found:
-            if run.missing and whole:
-                skipped.append(f"{shown(run.path)} {run.missing}")
+            if whole and (run.missing or not run.stages["sps_steady"]):
+                reason = run.missing or "has no steady steps/s"
+                skipped.append(f"{shown(run.path)} {reason}")
             elif run.path.name not in known:
-                known.add(run.path.name)
                 runs.append(run)
+        known |= {run.path.name for run in found}
     skipped += [f"{shown(path)} does not exist" for path in paths if not path.exists()]
     return runs, skipped
 
@@ -554,7 +555,7 @@ class Series:
     """One metric of a run, in the order of its steps."""
 
     steps: np.ndarray  # (n,) environment steps
-    seconds: np.ndarray  # (n,) since the run began to write, without pauses before it was resumed
+    seconds: np.ndarray  # (n,) since the run began to write, without lost steps and pauses
     values: np.ndarray  # (n,)
 
 

@@ -821,4 +821,4 @@ def test_without_moviepy_only_videos_are_refused(module, monkeypatch):
     monkeypatch.delitem(sys.modules, "gymnasium.utils.save_video", raising=False)
     fresh = runpy.run_path(module.__file__)
     with pytest.raises(SystemExit, match="--capture-video: pip install"):
-        fresh["main"](fresh["Args"](capture_video=True))
+        fresh["main"](fresh["Args"](capture_video=True, total_timesteps=1))

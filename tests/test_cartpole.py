@@ -19,7 +19,7 @@ import pytest
 import torch
 from test_sac import read_run, read_scalars, run
 from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
-from torch._inductor import codecache
+from torch._inductor import async_compile, codecache  # noqa: F401
 
 from leanrl import ppo_cartpole_gpu as baseline
 from leanrl import ppo_cartpole_gpu_torchcompile as variant

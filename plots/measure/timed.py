@@ -140,7 +140,7 @@ def make(
     try:
         mine = [run for run in kept() if run["minutes"] == options.minutes]
     except run_dirs.DAMAGED as problem:
-        raise SystemExit(f"error: {run_dirs.shown(path)} is damaged: {problem}") from None
+        raise SystemExit(f"error: {run_dirs.shown(path)}: {problem}") from None
     made = {(run[kind], run["task"], run["seed"]) for run in mine}
     wanted = [run for run in wanted if run not in made]
     cores: queue.Queue = queue.Queue()
