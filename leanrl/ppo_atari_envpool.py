@@ -693,6 +693,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
             "processor": None,
+            "vectors": torch.backends.cpu.get_cpu_capability(),
         }
         with suppress(OSError, TypeError):  # not Linux, or it does not say
             cpus = Path("/proc/cpuinfo").read_text()

@@ -363,7 +363,9 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     found |= read_json(beside) if beside.exists() else machine or {}
     versions = found.get("versions", {}) | config["versions"]
     model = config.pop("processor", None)
-    cpu = {"model": model, "vectors": None, "cores": None} | found.get("cpu", {})
+    vectors = config.pop("vectors", None)
+    cpu = {"model": model, "vectors": vectors, "cores": None} | found.get("cpu", {})
+    cpu["vectors"] = vectors or cpu["vectors"]
     cpu["threads"] = config["threads"]
     return found | config | {"cpu": cpu, "versions": versions}
 

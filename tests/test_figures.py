@@ -171,9 +171,13 @@ def test_what_the_machine_was_stands_beside_the_run(tmp_path, monkeypatch):
     assert here["versions"].keys() == {"torch", "gymnasium"}
 
 
-@pytest.mark.parametrize("torch", ["2.13.0", "2.14.0"])
-def test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be(tmp_path, monkeypatch, torch):
-    path = make_run(tmp_path, 1, config(), stages(80))
+@pytest.mark.parametrize(
+    ("torch", "vectors"), [("2.13.0", None), ("2.14.0", None), ("2.13.0", "AVX512")]
+)
+def test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be(
+    tmp_path, monkeypatch, torch, vectors
+):
+    path = make_run(tmp_path, 1, config() | {"vectors": vectors}, stages(80))
     (path / "machine.json").unlink()
     write_events(path, [("charts/episodic_return", 50 * k, k, float(k)) for k in range(1, 21)])
     here = machine()
@@ -181,7 +185,9 @@ def test_a_record_takes_this_machine_for_that_of_a_run_if_it_can_be(tmp_path, mo
     monkeypatch.setattr(run_dirs, "this_machine", lambda: here)
     record.main([str(tmp_path / "r.json"), str(path)])
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
-    assert run["config"]["cpu"]["model"] == ("Abacus" if torch == "2.13.0" else None)
+    same = torch == "2.13.0" and vectors is None
+    assert run["config"]["cpu"]["model"] == ("Abacus" if same else None)
+    assert run["config"]["cpu"]["vectors"] == ("AVX2" if same else vectors)
     assert run["config"]["versions"]["torch"] == "2.13.0"
     assert run["config"]["load_average"] is None, "nobody knows what it was then"
     assert run["mean_return_last_10"] == 15.5
