@@ -42,6 +42,31 @@ def test_field_ratios_are_within_a_round():
     assert len({len(line) for line in field.cells(list(rows.values()))}) == 1
 
 
+def test_a_peers_speed_is_that_of_its_tensorboard_files(tmp_path, monkeypatch):
+    """From the end of the warm-up on; a script that fails, or leaves nothing, is one line."""
+    monkeypatch.setattr(run_dirs, "ROOT", tmp_path)
+    (tmp_path / "runs/before").mkdir(parents=True)
+    script = tmp_path / "peer.py"
+    rows = [("charts/SPS", 100 * k, k, 1.0) for k in range(1, 11)]
+    source = f"import sys; sys.path += {[str(ROOT / part) for part in ('plots', 'tests')]}\n"
+    source += "import fake_runs\n"
+    source += f"fake_runs.write_events({str(tmp_path / 'runs/mine')!r}, {rows})\n"
+    script.write_text(source)
+
+    def run():
+        command = [sys.executable, str(script), "--seed", "1"]
+        return field.run_peer(command, tmp_path / "log", None, "CleanRL round 1", 300)
+
+    found = run()
+    assert found["command"] == "python peer.py --seed 1"
+    assert found["sps_steady"] == pytest.approx(100, rel=0.01)
+    assert found["warmup_seconds"] == pytest.approx(3, abs=0.5)
+    for text, said in ("pass", "has made no run directory"), ("1 / 0", "ended with exit status 1"):
+        script.write_text(text)
+        with pytest.raises(ValueError, match=f"CleanRL round 1 {said}"):
+            run()
+
+
 # Growth
 
 

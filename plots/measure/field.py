@@ -1,4 +1,4 @@
-"""The field benchmark: how fast an algorithm is here and in other libraries, on the same machine.
+r"""The field benchmark: how fast an algorithm is here and in other libraries, on the same machine.
 
     bash run.sh field                               makes .venv-field first, then calls this
     bash run.sh field --algorithm ppo --rounds 3
@@ -13,14 +13,21 @@ with our rollouts of 64 steps and 4 epochs of 16 minibatches (ppo_mujoco_64). PP
 Breakout, 8 games, rollouts of 128 steps, 4 epochs of 4 minibatches (ppo_atari), or 64 games, of 32
 steps, in 8 minibatches (ppo_atari_64), so that all have 256 rows; clipping at 0.1, the network of
 Mnih et al; ours on EnvPool, Stable-Baselines3 on its own Atari environments. SBX is in SAC, TD3 and
-PPO alone.
+PPO alone. PQN for Atari: Breakout, 8 games, against CleanRL's pqn_atari_envpool.py, which is not
+part of this project and wants old packages, where you have put them:
+
+    pip install --target OLD --no-deps gym==0.23.1 gym_notices cloudpickle envpool==0.8.4
+    python plots/measure/field.py --algorithm pqn_atari \
+        --peer "env PYTHONPATH=OLD python cleanrl/pqn_atari_envpool.py"
+
 All else is each library's default. One process at a time, in rounds (A B C D E, A B C D E), round n
 with seed n. All use as many threads as they choose, and a GPU if their torch or JAX has one.
 
     steps/s         median over the rounds, and range, after the warm-up: for ours the stopwatch's
                     steady window, for the others from 1,000 steps after learning starts to the end,
                     for all in PPO from the fourth rollout on
-    of SB3          median over the rounds of steps/s divided by SB3's in the same round
+    of OTHER        median over the rounds of steps/s divided by the other's, who is the first row,
+                    in the same round
     warm-up s       median seconds from the program's own start, imports done, to that window. It
                     has 1,000 steps with updates for the others and a hundred for ours (not in PPO)
 
@@ -37,10 +44,12 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import processes
 import rounds
 import run_dirs
 
+PEER = "CleanRL"
 LIBRARIES = {"Stable-Baselines3": "stable_baselines3", "SBX": "sbx"}
 SB3 = ("Stable-Baselines3",)
 WORLDS = {"--total-timesteps": 60 * 64 * 64}  # 60 rollouts of 64 steps
@@ -126,6 +135,13 @@ ALGORITHMS = {
         num_envs=64,
         rows=ATARI.rows | {"LeanRL compile, --bf16": [*CHANNELS_LAST, "--bf16"]},
     ),
+    "pqn_atari": replace(
+        ATARI,
+        script="pqn_atari_envpool",
+        steps=9 * 1024,
+        libraries=(PEER,),
+        rows={name: row for name, row in ATARI.rows.items() if name != "LeanRL eager"},
+    ),
 }
 PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")
 
@@ -199,6 +215,26 @@ def run_library(command: list[str], log: Path, progress, what: str) -> dict:
     return {"command": shlex.join(["python", *command[1:]]), **result}
 
 
+def run_peer(command: list[str], log: Path, progress, what: str, steady_after: int) -> dict:
+    """A script with CleanRL's flags -> its speed, by its TensorBoard files, a row per rollout."""
+    before = set((run_dirs.ROOT / "runs").glob("*"))
+    status = processes.run_logged(command, log, progress)
+
+    def read(log: Path) -> dict:
+        for path in set((run_dirs.ROOT / "runs").glob("*")) - before:
+            rows = run_dirs.read_series(path, [run_dirs.SPEED])[run_dirs.SPEED]
+            late = rows.steps >= steady_after
+            steps = np.ptp(rows.steps[late])
+            seconds = np.ptp(rows.seconds[late])
+            return {"sps_steady": steps / seconds, "warmup_seconds": rows.seconds[late][0]}
+        raise ValueError("has made no run directory")
+
+    result = processes.read_log(status, log, what, read)
+    script = next(i for i, word in enumerate(command) if word.endswith(".py"))
+    said = ["python", Path(command[script]).name, *command[script + 1 :]]  # no folders of a machine
+    return {"command": shlex.join(said), **result}
+
+
 def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> dict:
     """One run of `entrant` -> its numbers; ValueError says what went wrong."""
     settings = ALGORITHMS[options.algorithm]
@@ -212,23 +248,30 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     else:
         flags = {"--env-id": settings.env_id, "--seed": seed, "--total-timesteps": options.steps}
         flags |= settings.ours
-        suffix, *switches = settings.rows[entrant]
-        command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
+        command = shlex.split(options.peer or "")
+        if entrant != PEER:
+            suffix, *switches = settings.rows[entrant]
+            command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
     command += [str(part) for flag in flags.items() for part in flag]
     if entrant in LIBRARIES:
         return run_library(command, log, progress, what)
+    if entrant == PEER:
+        return run_peer(command, log, progress, what, settings.steady_after)
     run = processes.run_and_read(command, log, progress, what)
     return processes.numbers(run, command)
 
 
 def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
-    reference = next(iter(LIBRARIES))
-    compared = dict.fromkeys(entrants, reference)
+    """The first entrant is what all are compared with."""
+    compared = dict.fromkeys(entrants, entrants[0])
     return rounds.summarize(results, "entrant", "ratio_to_sb3", compared)
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    columns = {"of SB3": rounds.ratio("ratio_to_sb3"), "runs": lambda row: str(row["runs"])}
+    columns = {
+        f"of {rows[0]['entrant']}": rounds.ratio("ratio_to_sb3"),
+        "runs": lambda row: str(row["runs"]),
+    }
     return rounds.cells(rows, "entrant", columns)
 
 
@@ -236,6 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
     parser.add_argument("--field-python", default=".venv-field/bin/python")
+    parser.add_argument("--peer", help="what runs CleanRL's file, for PQN")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
@@ -246,7 +290,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         work(options)
         return 0
-    if not (run_dirs.ROOT / options.field_python).exists():
+    if PEER in settings.libraries:
+        if not options.peer:
+            parser.error(f"--peer: {options.algorithm} is compared with a script of CleanRL's")
+    elif not (run_dirs.ROOT / options.field_python).exists():
         parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
     results, failures = rounds.take_turns(settings.entrants, options, measure)
     rows = summarize(results, settings.entrants)
@@ -255,6 +302,8 @@ def main(arguments: list[str] | None = None) -> int:
     above = ["Field benchmark", f"{settings.env_id}, {options.steps:,} steps per run"]
     above += [f"LeanRL: {flag} {value}" for flag, value in settings.ours.items()]
     for library in settings.libraries:
+        if library == PEER:
+            continue  # its command is in the record
         for worker in [result[library] for result in results if library in result][:1]:
             found = ", ".join(f"{name} {number}" for name, number in worker["versions"].items())
             where = f"{worker['device']}, {worker['torch_threads']} torch threads"
