@@ -27,6 +27,8 @@ LEARNED = [  # algorithm, records, what others have published
     ("PPO", ["ppo_halfcheetah_1m_baseline", "ppo_halfcheetah_1m"], CLEANRL.format("1,443 +- 46")),
     ("PPO for Atari", ["ppo_atari_pong"], "21 is the most"),
     ("PQN", ["pqn_atari_pong"], "21 is the most"),
+    ("PPO for Atari", ["ppo_atari_breakout"], "-"),
+    ("PQN", ["pqn_atari_breakout"], "-"),
     ("PPO on CartPoles", ["ppo_cartpole_learning"], "500 is the most"),
 ]
 WORLDS = ("halfcheetah", "hopper", "walker2d", "ant", "humanoid")
@@ -111,6 +113,7 @@ FIELD = {  # algorithm -> records: of several days where there are several
     "TD3": ["td3_field_cpu", "td3_field_avx2_cpu"],
     "PPO": ["ppo_field_cpu", "ppo_field_avx2_cpu"],
     "PPO for Atari": ["ppo_atari_field_cpu"],
+    "PQN for Atari": ["pqn_atari_field_cpu"],
     "PPO, 64 worlds against 1": ["ppo_mujoco_field_cpu"],
     "PPO, 64 worlds each": ["ppo_mujoco_64_field_cpu"],
 }
@@ -127,10 +130,13 @@ def field() -> str:
             ours = [row for entrant, row in rows.items() if "LeanRL" in entrant]
             fastest = max(ours, key=lambda row: row["ratio_to_sb3"])["entrant"]
             line = [title, found["machine"]["cpu"]["vectors"]]
-            for entrant in ("Stable-Baselines3", "SBX", "LeanRL baseline", fastest):
+            other = found["rows"][0]["entrant"]
+            for entrant in (other, "SBX", "LeanRL baseline", fastest):
                 known = entrant in rows
                 line.append(short(rows[entrant]["sps_steady"]["median"]) if known else "-")
-            for library in ("Stable-Baselines3", "SBX"):
+            if other == "CleanRL":
+                line[2] += " (CleanRL)"
+            for library in (other, "SBX"):
                 ratios = []
                 for turn in found["rounds"]:
                     if library in turn:
@@ -140,7 +146,8 @@ def field() -> str:
             table.append([*line, str(len(found["rounds"]))])
     said = "Environment steps/s, and ratios of the same round: medians (and ranges) over rounds in "
     said += "turns (`*_field*_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "
-    said += "with `--channels-last`, and its Stable-Baselines3 on that library's own environments."
+    said += "with `--channels-last`, its Stable-Baselines3 on that library's own environments; PQN "
+    said += "against CleanRL's file."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
