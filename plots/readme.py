@@ -170,11 +170,11 @@ def ablated(algorithm: str) -> list[tuple]:
 
 
 def tricks() -> str:
-    """What the variants lose without one trick, the most valuable first; three tenths or more."""
+    """What the variants lose without one trick, the most valuable first; half or more."""
     rows = []
     for algorithm in ("ppo", "td3", "sac"):
         for of_whole, name, worth in ablated(algorithm):
-            if worth != "noise" and of_whole <= 0.7:
+            if worth != "noise" and of_whole <= 0.5:
                 rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
     table = [["trick", "script", "speed without it", "us per step"]]
     table += [cells for _, cells in sorted(rows)]
