@@ -532,8 +532,9 @@ def test_differing_hunks_are_marked():
     assert_hunks_are_marked(baseline, variant)
 
 
-def test_the_headers_that_are_read_early_are_those_of_the_kernels():
+def test_the_headers_that_are_read_early_are_those_of_the_kernels(monkeypatch):
     """What the thread has g++ read no kernel has it read again."""
+    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "cache", {})  # of earlier tests
     read = codecache._precompile_header
     read.cache_clear()
     before = threading.enumerate()
