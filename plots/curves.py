@@ -514,7 +514,7 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     if len(rows) > 1:
         files += save(draw_scores(rows, f"{what}, {mean_of}"), out / f"{name}_scores")
         numbers = out / f"{name}_scores.json"
-        numbers.write_text(json.dumps(rows, indent=1) + "\n")
+        run_dirs.write_json(numbers, rows)
         files.append(numbers)
         print(f"\n{run_dirs.as_text(score_cells(rows, options.target), labels=2)}\n")
     return files

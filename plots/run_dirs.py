@@ -363,9 +363,8 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     found |= read_json(beside) if beside.exists() else machine or {}
     versions = found.get("versions", {}) | config["versions"]
     model = config.pop("processor", None)
-    vectors = config.pop("vectors", None)
-    cpu = {"model": model, "vectors": vectors, "cores": None} | found.get("cpu", {})
-    cpu["vectors"] = vectors or cpu["vectors"]
+    cpu = {"model": model, "vectors": None, "cores": None} | found.get("cpu", {})
+    cpu["vectors"] = config.pop("vectors", None) or cpu["vectors"]
     cpu["threads"] = config["threads"]
     return found | config | {"cpu": cpu, "versions": versions}
 
@@ -687,7 +686,7 @@ def draw_runs(doc: str, name: str, write: Callable, arguments: list[str] | None 
     return int(not files)
 
 
-def write_json(path: Path, value: dict, indent: int = 1) -> None:
+def write_json(path: Path, value: dict | list, indent: int = 1) -> None:
     """Whenever the process dies, the file is whole, old or new."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value, indent=indent) + "\n")

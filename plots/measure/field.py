@@ -217,11 +217,12 @@ def run_library(command: list[str], log: Path, progress, what: str) -> dict:
 
 def run_peer(command: list[str], log: Path, progress, what: str, steady_after: int) -> dict:
     """A script with CleanRL's flags -> its speed, by its TensorBoard files, a row per rollout."""
-    before = set((run_dirs.ROOT / "runs").glob("*"))
+    runs = run_dirs.ROOT / "runs"
+    before = set(runs.glob("*"))
     status = processes.run_logged(command, log, progress)
 
     def read(log: Path) -> dict:
-        for path in set((run_dirs.ROOT / "runs").glob("*")) - before:
+        for path in set(runs.glob("*")) - before:
             rows = run_dirs.read_series(path, [run_dirs.SPEED])[run_dirs.SPEED]
             late = rows.steps >= steady_after
             steps = np.ptp(rows.steps[late])

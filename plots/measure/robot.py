@@ -15,7 +15,6 @@ draw; robot.json and checkpoints. Exit status 1 if a run failed.
 
 import argparse
 import importlib
-import json
 import math
 import os
 import shutil
@@ -214,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
         stem = options.out / "robot"
         draw(robots, stem)
         path = stem.with_name("robot.json")
-        path.write_text(json.dumps({"schema": 1, "robots": robots}, indent=1) + "\n")
+        run_dirs.write_json(path, {"schema": 1, "robots": robots})
         for robot in robots:
             seconds, _, last = robot["evaluations"][-1]
             print(f"{robot['task']}: a return of {last:,.0f} after {seconds:.0f} s")
