@@ -72,7 +72,7 @@ SCRIPTS = {
     "ppo_atari_envpool": Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300),
     "ppo_atari_envpool_multigpu": Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300),
     "pqn_atari_envpool": Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300),
-    "ppo_cartpole_gpu": Lengths(None, "--total-timesteps 1048576", 200_000),
+    "ppo_cartpole_gpu": Lengths("--total-timesteps 3145728", "--total-timesteps 1048576", 200_000),
     "ppo_mujoco_gpu": Lengths("--total-timesteps 524288", "--total-timesteps 49152", 10_000),
     "sac_mujoco_gpu": Lengths("--total-timesteps 200000", "--total-timesteps 50000", 2000),
 }
