@@ -9,11 +9,12 @@ rest, by resource (colour) and layer (hatch); above them the total on a log axis
 transitions per iteration (figure 4 of RL-Scope, our rows in place of frameworks). Of several traced
 runs of a row the newest counts.
 
-An iteration is one environment step of the agent: of all its environments side by side. Scripts
-that act, simulate and store in one captured function have one stage for it, the simulation. Seconds
-per stage are those of the steady window, which was not traced; the trace divides them into layers.
-What a run without a GPU cannot tell is left out, never drawn as 0. After Gleeson et al., "RL-Scope:
-Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys 2021.
+An iteration is one environment step of the agent: of all its environments side by side. Where
+acting and simulating are one compiled call, both are inference, Python does not call the simulator
+and its share is not known. Seconds per stage are those of the steady window, which was not traced;
+the trace divides them into layers. What a run without a GPU cannot tell is left out, never drawn as
+0. After Gleeson et al., "RL-Scope: Cross-Stack Profiling for Deep Reinforcement Learning
+Workloads", MLSys 2021.
 """
 
 import sys
@@ -45,9 +46,11 @@ TRANSITIONS = {  # what crosses which border, in words
 }
 
 
-def reduce(run: Run) -> dict:
+def reduce(run: Run) -> dict | None:
     """A traced run -> seconds per environment step, transitions per iteration, shares."""
     trace = run.trace
+    if not trace:
+        return None
     num_envs = run.config["args"].get("num_envs", 1)
     cells = {stage: {} for stage in STAGES}
     to_backend = to_cuda = 0
@@ -77,7 +80,7 @@ def reduce(run: Run) -> dict:
         "seconds_per_step": total,
         "cells": cells,
         "transitions_per_iteration": {
-            "to_simulator": 1,  # one call steps all environments
+            "to_simulator": int(bool(cells["simulation"])),  # one call steps all environments
             "to_backend": to_backend,
             "to_cuda": to_cuda if on_gpu else None,
         },
@@ -86,8 +89,8 @@ def reduce(run: Run) -> dict:
     }
 
 
-def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
-    """The newest traced run of each script, environment and row, and what `reduce` makes of it.
+def reduce_all(runs: list[Run], reduce=reduce) -> list[tuple[Run, dict]]:
+    """The newest run of each script, environment and row of which `reduce` makes something.
 
     `runs` are in the order in which they were made. All are of the newest one's machine: others,
     and those that are damaged, are named.
@@ -99,7 +102,7 @@ def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
         if key in found:
             continue
         try:
-            row = reduce(run) if run.trace else None
+            row = reduce(run)
         except DAMAGED as error:
             reason = error if isinstance(error, ValueError) else "has a report that lacks something"
             print(f"skipped: {shown(run.path)} {reason}", file=sys.stderr)
@@ -117,7 +120,8 @@ def reduce_all(runs: list[Run]) -> list[tuple[Run, dict]]:
 def limits(row: dict) -> str:
     """What a simulator or a backend that took no time would gain (Amdahl's law), in words."""
     total = row["seconds_per_step"]
-    spent = {"simulator": 0.0, "backend": 0.0}
+    layers = ["simulator", "backend"] if row["cells"]["simulation"] else ["backend"]
+    spent = dict.fromkeys(layers, 0.0)
     for stage in row["cells"].values():
         for key, seconds in stage.items():
             layer = key.partition("_s ")[0]
@@ -126,8 +130,7 @@ def limits(row: dict) -> str:
     said = []
     for layer, seconds in spent.items():
         share = seconds / total
-        most = f"{1 / (1 - share):.2f}x" if share < 0.99 else "more than 100x"
-        said.append(f"the {layer} takes {100 * share:.0f}%, without it {most}")
+        said.append(f"the {layer} takes {percent(share)}, without it {run_dirs.gain(share)}")
     return f"{row['block']}, {row['bar']}: {'; '.join(said)}"
 
 
@@ -144,7 +147,8 @@ def cells(rows: list[dict]) -> list[list[str]]:
         total = row["seconds_per_step"]
         line = [row["script"], row["env_id"], row["row"], f"{1e6 * total:,.1f}"]
         for stage in STAGES:
-            line.append(percent(sum(row["cells"][stage].values()) / total))
+            spent = row["cells"][stage]
+            line.append(percent(sum(spent.values()) / total if spent else None))
         for count in row["transitions_per_iteration"].values():
             line.append("-" if count is None else short(count))
         line += [percent(row["cpu_share"]), percent(row["gpu_busy"])]
@@ -170,7 +174,8 @@ def bars(ax, rows: list[dict], shares: bool) -> None:
                 bar = ax.bar(x, height, width * 0.92, bottom=bottom, **EDGES)
                 bar[0].set(facecolor=RESOURCES[resource], hatch=HATCHES[layer])
                 bottom += height
-            ax.annotate(f" {stage}", (x, bottom), ha="center", rotation=90, fontsize=6.5)
+            if bottom:
+                ax.annotate(f" {stage}", (x, bottom), ha="center", rotation=90, fontsize=6.5)
     labels = [row["bar"].replace("+", "\n+ ").replace(": ", ":\n") for row in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
     ax.set_xlim(-0.6, len(rows) - 0.4)

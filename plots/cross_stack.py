@@ -159,7 +159,7 @@ def read_out(report: dict) -> Iterator[str]:
     given = set()
     for number, finding in enumerate(findings(report), start=1):
         share = finding.share
-        gain = f"{1 / (1 - share):.2f}x" if share < 0.99 else "100x or more"
+        gain = run_dirs.gain(share)
         what = f"{number}. {finding.what}: {share:.0%} of the time, without it {gain} at most."
         yield textwrap.fill(what, 88, subsequent_indent="   ")
         if finding.advice not in given:

@@ -30,6 +30,7 @@ Edge of the Statistical Precipice", NeurIPS 2021.
 
 import argparse
 import json
+import statistics
 import sys
 import textwrap
 from contextlib import suppress
@@ -412,9 +413,8 @@ def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
         score = f"{row['iqm']:,.1f} ({row['low']:,.1f} to {row['high']:,.1f})"
         cells = [row["script"], row["line"], str(row["runs"]), score]
         if target is not None:
-            times = sorted(np.inf if time is None else time for time in row["times"])
-            median = times[(len(times) - 1) // 2]  # those that never are count
-            cells.append(f"{median:,.0f}")
+            times = [np.inf if time is None else time for time in row["times"]]
+            cells.append(f"{statistics.median_low(times):,.0f}")
             cells.append(str(times.count(np.inf)))
         table.append(cells)
     return table

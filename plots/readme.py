@@ -103,7 +103,7 @@ def speedup() -> str:
             ]
         )
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
-    said = f"Environment steps/s after the warm-up, in quick runs, seeds per row: {seeds}, on "
+    said = f"Environment steps/s after the warm-up, seeds per row: {seeds}, on "
     said += f"{where(found['machine'])} (`speedup_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
@@ -127,8 +127,7 @@ def field() -> str:
         for name in names:
             found = record(name)
             rows = {row["entrant"]: row for row in found["rows"]}
-            ours = [row for entrant, row in rows.items() if "LeanRL" in entrant]
-            fastest = max(ours, key=lambda row: row["ratio_to_sb3"])["entrant"]
+            fastest = found["rows"][-1]["entrant"]
             line = [title, found["machine"]["cpu"]["vectors"]]
             other = found["rows"][0]["entrant"]
             for entrant in (other, "SBX", "LeanRL baseline", fastest):
@@ -155,34 +154,25 @@ def ratio_with_range(ratios: list[float]) -> str:
     return f"**{statistics.median(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def ablated(algorithm: str) -> list[tuple]:
-    """(speed without the trick, its name, microseconds that it saves) of a record of ablations.
-
-    A trick counts that was worth something in every round; the others are called noise.
-    """
-    found = []
-    for line in record(f"{algorithm}_ablation_cpu")["rows"]:
-        if "of_whole" in line and line["worth_us"]["max"]:  # not the script with all tricks
-            worth = line["worth_us"]
-            told = f"{worth['median']:,.0f}" if worth["min"] > 0 else "noise"
-            found.append((line["of_whole"], line["without"], told))
-    return found
-
-
 def tricks() -> str:
-    """What the variants lose without one trick, the most valuable first; half or more."""
+    """What the variants lose without one trick, the most valuable first; half or more.
+
+    A trick counts that was worth something in every round.
+    """
     rows = []
     for algorithm in ("ppo", "td3", "sac"):
-        for of_whole, name, worth in ablated(algorithm):
-            if worth != "noise" and of_whole <= 0.5:
-                rows.append((of_whole, [name, algorithm.upper(), f"{of_whole:.2f}x", worth]))
+        for line in record(f"{algorithm}_ablation_cpu")["rows"]:
+            worth = line.get("worth_us")
+            if worth and worth["min"] > 0 and line["of_whole"] <= 0.5:
+                cells = [line["without"], algorithm.upper(), f"{line['of_whole']:.2f}x"]
+                rows.append((line["of_whole"], [*cells, f"{worth['median']:,.0f}"]))
     table = [["trick", "script", "speed without it", "us per step"]]
     table += [cells for _, cells in sorted(rows)]
     return f"{as_markdown(table, labels=2)}\n"
 
 
 def physics() -> str:
-    """Steps/s of MuJoCo's worlds alone, beside EnvPool's."""
+    """Whole steps/s of MuJoCo's worlds without a policy, beside EnvPool's."""
     found = record("physics_cpu")
     rows = {(row["task"], row["worlds"], row["cores"]): row for row in found["rows"]}
     table = [["task", "worlds"]]
@@ -193,9 +183,9 @@ def physics() -> str:
         line = [task, f"{worlds:,}"]
         for cores in (1, 2):
             row = rows[task, worlds, cores]
-            for arm in ("physics", "EnvPool"):
+            for arm in ("whole step", "EnvPool"):
                 line.append(short(row["steps_per_second"][arm]["median"]))
-            line.append(f"{row['ratio']['EnvPool']:.2f}x")
+            line.append(f"{row['of_envpool']:.2f}x")
         table.append(line)
     said = f"Environment steps/s on {where(found['machine'])} (`physics_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
@@ -286,7 +276,10 @@ def race() -> str:
             line.append(", ".join("-" if mean is None else short(mean) for mean in means))
             reached = row["reached"]
             never = f"not in {row['minutes']}"
-            line.append(f"{statistics.fmean(reached):.1f}" if reached else never)
+            told = f"{statistics.fmean(reached):.1f}" if reached else never
+            if 0 < len(reached) < row["seeds"]:
+                told += f" ({len(reached)} of {row['seeds']})"
+            line.append(told)
         table.append(line)
     minutes = [re.sub(r"\D", "", column) for column in columns]
     seeds = sorted({row["seeds"] for row in found["rows"]})

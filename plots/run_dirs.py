@@ -91,7 +91,9 @@ def stem(text: str) -> Path:
 OPTIONS = {  # of several programs; a default that is text is converted as well
     "runs": {"type": real, "nargs": "+"},
     "--out": {"type": folder, "default": str(ROOT / "plots/out"), "help": "folder of the report"},
+    "--field-python": {"default": ".venv-field/bin/python", "help": "the other libraries'"},
     "--rounds": {"type": few, "default": 3},
+    "--seed": {"type": int, "default": 1, "help": "internal: of the worker"},
     "--seeds": {"type": few, "help": "runs per row"},
     "--steps": {"type": count, "help": "environment steps per run"},
 }
@@ -305,6 +307,7 @@ def machine(configs: list[dict]) -> dict:
     first = configs[0]
     loads = [config["load_average"][0] for config in configs if config.get("load_average")]
     found = {"cpu": {"model": None} | first["cpu"]}
+    found["cpu"]["threads"] = sorted({config["cpu"]["threads"] for config in configs})
     for key in ("gpu", "gpu_driver", "python", "versions"):
         found[key] = first.get(key)
     found["git_commits"] = list(dict.fromkeys(config.get("git_commit") for config in configs))
@@ -325,9 +328,10 @@ def describe(machine: dict) -> list[str]:
     cpu = machine["cpu"]
     gpu = machine["gpu"]
     load = machine["load_average_1min"]
+    threads = " or ".join(map(str, np.unique(cpu["threads"])))  # a number in older records
     versions = [f"{name} {version}" for name, version in machine["versions"].items()]
     lines = [
-        f"CPU: {processor(cpu)}, {cpu['threads']} torch threads",
+        f"CPU: {processor(cpu)}, {threads} torch threads",
         f"GPU: {gpu}, driver {machine['gpu_driver']}" if gpu else "GPU: none",
         f"Python {machine['python'] or 'unknown'}, {', '.join(versions)}",
         f"Commit: {', '.join(commit or 'unknown' for commit in machine['git_commits'])}",
@@ -587,6 +591,14 @@ def read_series(path: Path, tags: list[str] | None = None) -> dict[str, Series]:
     return found
 
 
+def read_metric(path: Path, tag: str) -> Series:
+    """One metric in the TensorBoard files in `path`; ValueError if it is not there."""
+    found = read_series(path, [tag])
+    if not found:
+        raise ValueError(f"has logged no {tag}")
+    return found[tag]
+
+
 def per_step(report: dict, trace: dict | None) -> dict[str, dict[str, float]]:
     """A stopwatch's report -> {stage: {field of the trace, or "total": per environment step}}.
 
@@ -625,6 +637,11 @@ def spread(values: list[float]) -> dict:
         "min": min(values),
         "max": max(values),
     }
+
+
+def gain(share: float) -> str:
+    """How much faster all is without what takes `share` of the time (Amdahl's law)."""
+    return f"{1 / (1 - share):.2f}x" if share < 0.99 else "more than 100x"
 
 
 def short(x: float) -> str:

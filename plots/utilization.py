@@ -25,6 +25,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import breakdown
 import curves
 import matplotlib.pyplot as plt
 import run_dirs
@@ -88,15 +89,6 @@ def reduce(run: Run) -> dict | None:
             "mean": found / (end - begin),
         }
     return row
-
-
-def reduce_all(runs: list[Run]) -> list[dict]:
-    """The newest run of each script, environment and row, in the order of the rows."""
-    found: dict = {}
-    for run in runs:
-        if row := reduce(run):
-            found[run.script, run.env_id, curves.ORDER.index(run.row)] = row
-    return [found[key] for key in sorted(found)]
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
@@ -165,11 +157,12 @@ def draw_panel(ax, rows: list[dict], kind: str) -> None:
 
 def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
     """Table and figure of those `runs` that have samples; the figure's files."""
-    rows = reduce_all(runs)
-    if not rows:
+    found = breakdown.reduce_all(runs, reduce)
+    if not found:
         print("no utilization: no run has written what its processor did", file=sys.stderr)
         return []
-    chosen = [run for run in runs if shown(run.path) in {row["run"] for row in rows}]
+    chosen = [run for run, _ in found]
+    rows = [row for _, row in found]
     record = run_dirs.record_of(chosen, rows)
     files = curves.save(draw(rows, chosen), out / name)
     above = ["How busy the machine is while it trains", *run_dirs.describe(record["machine"])]

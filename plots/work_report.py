@@ -4,7 +4,6 @@ python plots/work_report.py plots/results/env_work_cpu.json       draws both ane
 """
 
 import math
-import statistics
 from pathlib import Path
 
 import curves
@@ -28,9 +27,9 @@ def growth(rows: list[dict], arm: str, num_envs: int) -> float | None:
     1 is in proportion, 0 not at all; None of less than two points.
     """
     found = {}
-    for row in rows:
-        if (row["arm"], row["num_envs"]) == (arm, num_envs):
-            found[row["work"]] = statistics.median(row["seconds"])
+    for work in works_of(rows, arm):
+        if seconds := of_arm(rows, arm, work).get(num_envs):
+            found[work] = seconds
     if len(found) < 2:
         return None
     least = min(found)

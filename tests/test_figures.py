@@ -712,14 +712,22 @@ def test_breakdown_sums_to_the_untraced_time(runs):
 
 def test_utilization_is_the_area_under_the_curve(tmp_path, capsys):
     """Processor seconds 1, 4, 5 at 2, 4, 6 s: 150%, then 50%; NVML at 3, 4, 5 s: 0, 100, 50."""
-    make_run(tmp_path / "runs", 1, config("baseline", gpu="H"), report(gpu=True))
-    make_run(tmp_path / "runs", 2, config("compile"), report() | {"sps_steady": None})
+    make_run(tmp_path / "gpu", 1, config("baseline", gpu="H"), report(gpu=True))
+    make_run(tmp_path / "cpu", 2, config("compile"), report() | {"sps_steady": None})
     brief = report() | {"cpu_seconds": [[2.0, 1.0], [2.25, 1.125], [2.5, 1.25]], "seconds": 0.5}
-    make_run(tmp_path / "runs", 3, config("eager", env_id="Hopper-v5"), brief)
+    make_run(tmp_path / "cpu", 3, config("eager", env_id="Hopper-v5"), brief)
     nothing = report() | {"cpu_seconds": [[2.0, 1.0]]}
-    make_run(tmp_path / "runs", 4, config("eager", env_id="Ant-v5"), nothing)
-    assert utilization.main([str(tmp_path / "runs"), "--out", str(tmp_path / "u")]) == 0
-    on_gpu, on_cpu, hopper = json.loads((tmp_path / "u.json").read_text())["rows"]
+    make_run(tmp_path / "cpu", 4, config("eager", env_id="Ant-v5"), nothing)
+
+    def rows(name):
+        assert utilization.main([str(tmp_path / name), "--out", str(tmp_path / "u")]) == 0
+        assert image_size(tmp_path / "u.png")[0] > 400
+        return json.loads((tmp_path / "u.json").read_text())["rows"]
+
+    (on_gpu,) = rows("gpu")
+    assert "| 50 | 200 | 100 | 400 |" in (tmp_path / "u.md").read_text()
+    on_cpu, hopper = rows("cpu")
+    assert "| - | - | - | 100 | 400 |" in (tmp_path / "u.md").read_text()
     assert on_gpu["lines"]["GPU"] == [[2, 3, 0], [3, 4, 100], [4, 6, 50]]
     assert on_gpu["GPU"] == {"area": 100 + 2 * 50, "mean": 200 / 4}
     assert on_gpu["processor"] == on_cpu["processor"] == {"area": 400, "mean": 100}
@@ -727,10 +735,7 @@ def test_utilization_is_the_area_under_the_curve(tmp_path, capsys):
     assert hopper["processor"] == {"area": 25, "mean": 50} and hopper["window"] == 0.5
     assert hopper["lines"] == {"processor": [[2, 2.5, 50]]}
     assert (on_gpu["row"], on_cpu["row"]) == ("baseline", "compile") and "GPU" not in on_cpu
-    table = (tmp_path / "u.md").read_text()
-    assert "| 50 | 200 | 100 | 400 |" in table and "| - | - | - | 100 | 400 |" in table
-    assert image_size(tmp_path / "u.png")[0] > 400
-    assert utilization.main([str(tmp_path / "runs/none"), "--out", str(tmp_path / "n")]) == 1
+    assert utilization.main([str(tmp_path / "none"), "--out", str(tmp_path / "n")]) == 1
     assert "no utilization" in capsys.readouterr().err
 
 
@@ -824,8 +829,9 @@ def test_figures_of_the_study_show_arms_on_a_gpu(tmp_path):
         for n in (1, 1000, 1_000_000)
     ]
     rows.append({"arm": arms[0], "num_envs": 10**7, "failed": "out of memory"})
-    here = run_dirs.machine([config(gpu="H200") | machine() | {"gpu": "H200"}])
-    here["cpu"]["threads"] = 2
+    here = config(gpu="H200") | machine() | {"gpu": "H200"}
+    here["cpu"] = here["cpu"] | {"threads": 2}
+    here = run_dirs.machine([here])
     study = {"command": "python env_scaling.py", "machine": here, "rows": rows, "skipped": {}}
     study["bytes_per_second"] = {"cpu": 3e10, "cuda": 4e12}
     (ax,) = env_report.throughput(study).axes

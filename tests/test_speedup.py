@@ -471,7 +471,7 @@ def test_modules_import_one_another_in_one_direction():
 def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
     job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", "--total-timesteps", "18"], 18)
     pair = overhead.commands(job)
-    assert pair["off"][2:4] == pair["on"][2:4] == ["--total-timesteps", "9"]
+    assert pair["off"][2:4] == pair["on"][2:4] == ["--total-timesteps", "18"]
     assert pair["off"][-2:] == ["--stopwatch", "off"] and "--stopwatch" not in pair["on"]
     folder = tmp_path / "runs"
     off = make_run(folder, 1, config(stopwatch="off"), stages(100.0))

@@ -323,10 +323,9 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS)
+    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS, "--seed")
     parser.add_argument("--algorithm", choices=SETTINGS, default="ppo")
     parser.add_argument("--worker", help="internal: one run, without this trick")
-    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     options.steps = options.steps or SETTINGS[options.algorithm]["total_timesteps"]
     if options.worker:

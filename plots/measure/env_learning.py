@@ -188,7 +188,7 @@ def read_curve(path: Path) -> run_dirs.Series:
     """Of each rollout the mean return of MEAN_OF of them, up to it."""
     import curves
 
-    curve = run_dirs.read_series(path, [RETURN])[RETURN]
+    curve = run_dirs.read_metric(path, RETURN)
     curve.values = curves.running_mean(curve.values, curves.MEAN_OF)
     return curve
 
@@ -266,12 +266,10 @@ def draw(results: list[dict], stem: Path) -> None:
             end = min(seconds[-1] for seconds, _ in runs)
             grid = np.linspace(begin, end, 200)
             values = np.array([np.interp(grid, *run) for run in runs])
-            middle = values.mean(0)
-            deviation = values.std(0)
+            low, high = curves.band("std", values)
             colour = env_report.style(kind)["color"]
-            ax.plot(grid, middle, color=colour, label=kind)
-            high = (middle + deviation).clip(max=500)
-            ax.fill_between(grid, middle - deviation, high, color=colour, alpha=0.13, linewidth=0)
+            ax.plot(grid, values.mean(0), color=colour, label=kind)
+            ax.fill_between(grid, low, high.clip(max=500), color=colour, alpha=0.13, linewidth=0)
         ax.axhline(SOLVED, color="gray", linestyle=":", linewidth=1)
         ax.set(title=f"{num_envs:,} environments", xlabel="seconds of training", ylim=(0, 510))
     panels[0][0].set_ylabel("return, mean of ten rollouts")
@@ -281,10 +279,9 @@ def draw(results: list[dict], stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--rounds")
+    parser = run_dirs.make_parser(__doc__, "--out", "--rounds", "--seed")
     parser.set_defaults(rounds=5)
     parser.add_argument("--worker", help="internal: one run")
-    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     parser.add_argument("--exp-name", help="internal: of the worker")
     options = parser.parse_args(arguments)
     if options.worker:

@@ -17,9 +17,7 @@ best number of threads per block, and the figures env_scaling_throughput and, th
 
 import importlib.util
 import math
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -240,11 +238,16 @@ def measure_limits() -> dict[str, float]:
     return found
 
 
-def measure_steps(numbers: list[int], seconds: float) -> dict:
-    """The arms that can run here, each with as many environments as it takes of `numbers`."""
+def measure_steps(
+    arms: list[Arm], numbers: list[int], seconds: float, slowest: float = math.inf
+) -> dict:
+    """Those of `arms` that can run here, each with as many environments as it takes of `numbers`.
+
+    None are more than those of which a step took `slowest` seconds.
+    """
     skipped = {}
     rows = []
-    for arm in ARMS:
+    for arm in arms:
         reason = arm.missing()
         if reason:
             skipped[arm.name] = reason
@@ -255,12 +258,15 @@ def measure_steps(numbers: list[int], seconds: float) -> dict:
             try:
                 with arm.make(num_envs) as stepper:
                     row["seconds"] = time_steps(stepper, seconds)
-                said = f"{statistics.median(row['seconds']) * 1e6:,.1f} us"
+                median = statistics.median(row["seconds"])
+                said = f"{1e6 * median:,.1f} us"
             except (RuntimeError, MemoryError, OSError, ValueError) as error:
                 # it does not fit, or its kernel does not compile
                 said = row["failed"] = " ".join(str(error).split())[:200]
             print(f"{arm.name}, {num_envs:,}: {said}", flush=True)
             rows.append(row)
+            if "failed" not in row and median > slowest:
+                break
     return {"rows": rows, "skipped": skipped}
 
 
@@ -268,17 +274,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out")
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     options = parser.parse_args(arguments)
-    said = sys.argv[1:] if arguments is None else arguments
     record = {
         "schema": 2,
-        "command": shlex.join(["python", "plots/measure/env_scaling.py", *said]),
+        "command": processes.call("env_scaling.py", options, "quick"),
         "machine": run_dirs.measured_here(torch.get_num_threads(), PACKAGES),
         "bytes_per_second": measure_limits(),
     }
     if options.quick:
-        record |= measure_steps([1, 64, 4096], seconds=0.05)
+        record |= measure_steps(ARMS, [1, 64, 4096], seconds=0.05)
     else:
-        record |= measure_steps(NUMBERS, seconds=0.5)
+        record |= measure_steps(ARMS, NUMBERS, seconds=0.5)
     import env_report  # which draws, so that --help need not wait for that
 
     env_report.write(record, options.out / "env_scaling")

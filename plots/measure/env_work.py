@@ -16,9 +16,7 @@ the turning point (from where on more environments cost more time) moves with th
 Written to --out: env_work.md and .json, and the figure env_work.
 """
 
-import shlex
-import statistics
-import sys
+from dataclasses import replace
 from functools import partial
 
 import env_scaling
@@ -105,23 +103,17 @@ ARMS = {  # arm -> the most work: 64 substeps and more take the compiler minutes
 
 def measure(numbers: list[int], works: list[int], seconds: float, slowest: float = 2.0) -> dict:
     """All points, but of an arm and work none after one whose step took `slowest` seconds."""
-    skipped = {}
     rows = []
+    skipped = {}
     for arm, most in ARMS.items():
-        reason = arm.missing()
-        if reason:
-            skipped[arm.name] = reason
-            continue
         for work in [work for work in works if work <= most]:
-            for num_envs in [n for n in numbers if n <= arm.most]:
-                with arm.make(work, num_envs) as stepper:
-                    samples = env_scaling.time_steps(stepper, seconds)
-                row = {"arm": arm.name, "work": work, "num_envs": num_envs, "seconds": samples}
-                rows.append(row)
-                median = statistics.median(samples)
-                print(f"{arm.name}, {work} substeps, {num_envs:,}: {1e6 * median:,.1f} us")
-                if median > slowest:
-                    break
+            print(f"{work} substeps")
+            one = replace(arm, make=partial(arm.make, work))
+            found = env_scaling.measure_steps([one], numbers, seconds, slowest)
+            rows += [row | {"work": work} for row in found["rows"]]
+            skipped |= found["skipped"]
+            if arm.name in skipped:
+                break
     return {"rows": rows, "skipped": skipped}
 
 
@@ -129,10 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out")
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     options = parser.parse_args(arguments)
-    said = sys.argv[1:] if arguments is None else arguments
     record = {
         "schema": 1,
-        "command": shlex.join(["python", "plots/measure/env_work.py", *said]),
+        "command": processes.call("env_work.py", options, "quick"),
         "machine": run_dirs.measured_here(torch.get_num_threads(), env_scaling.PACKAGES),
     }
     if options.quick:

@@ -223,7 +223,7 @@ def run_peer(command: list[str], log: Path, progress, what: str, steady_after: i
 
     def read(log: Path) -> dict:
         for path in set(runs.glob("*")) - before:
-            rows = run_dirs.read_series(path, [run_dirs.SPEED])[run_dirs.SPEED]
+            rows = run_dirs.read_metric(path, run_dirs.SPEED)
             late = rows.steps >= steady_after
             steps = np.ptp(rows.steps[late])
             seconds = np.ptp(rows.seconds[late])
@@ -277,12 +277,10 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS)
+    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS, "--seed", "--field-python")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
-    parser.add_argument("--field-python", default=".venv-field/bin/python")
     parser.add_argument("--peer", help="what runs CleanRL's file, for PQN")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
-    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     settings = ALGORITHMS[options.algorithm]
     options.steps = options.steps or settings.steps
@@ -294,8 +292,8 @@ def main(arguments: list[str] | None = None) -> int:
     if PEER in settings.libraries:
         if not options.peer:
             parser.error(f"--peer: {options.algorithm} is compared with a script of CleanRL's")
-    elif not (run_dirs.ROOT / options.field_python).exists():
-        parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
+    else:
+        processes.check_field(parser, options, "field")
     results, failures = rounds.take_turns(settings.entrants, options, measure)
     rows = summarize(results, settings.entrants)
     command = processes.call("field.py", options, "algorithm", "rounds", "steps")

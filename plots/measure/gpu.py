@@ -73,7 +73,7 @@ def run_step(step: Step, options: argparse.Namespace, environment: dict) -> dict
     """Its seconds, exit status, and what of its output belongs on the page."""
     command = [sys.executable, *step.command]
     if step.writes:
-        command += ["--out", str(options.out)]
+        command += ["--out", shown(options.out)]
     if options.rehearse:
         command += step.rehearsed
     log = options.out / "logs" / f"gpu-{step.name.replace(' ', '-')}.log"
@@ -145,9 +145,10 @@ def cells(results: list[dict]) -> list[list[str]]:
 def write_page(results: list[dict], problems: list[str], options: argparse.Namespace) -> None:
     machine = run_dirs.measured_here(torch.get_num_threads())
     title = "A rehearsal: no number counts" if options.rehearse else "What this GPU shows"
-    above = [f"{title}: {processes.call('gpu.py', options)}", *run_dirs.describe(machine)]
+    command = processes.call("gpu.py", options, "rehearse")
+    above = [f"{title}: {command}", *run_dirs.describe(machine)]
     below = []
-    with suppress(FileNotFoundError):  # the step failed
+    with suppress(FileNotFoundError):  # the step has failed
         mine = read_speedups(options.out / "speedup.json")
         records = [read_speedups(path) for path in sorted(RESULTS.glob("speedup*.json"))]
         short = [f"falls short: {line}" for line in shortfalls(mine, records)]
@@ -167,6 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny, and without a GPU")
     options = parser.parse_args(arguments)
     results = []
+    for name in ("speedup.json", "traced.txt"):  # of an earlier call
+        (options.out / name).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         environment = {}
         if options.rehearse:

@@ -74,7 +74,7 @@ def work(point: dict, seed: int) -> None:
         settings = replace(field.OFF_POLICY, theirs=theirs, steady_after=after, num_envs=num_envs)
         field.ALGORITHMS["sac"] = settings
         told = {"worker": "stable_baselines3", "algorithm": "sac", "steps": length(point)}
-        field.work(argparse.Namespace(seed=seed, minutes=None, **told))
+        field.work(argparse.Namespace(seed=seed, **told))
         return
     suffix = ""
     flags = {}
@@ -157,12 +157,12 @@ def draw(rows: list[dict], stem: Path) -> None:
     labels = {"width": "units per hidden layer", "batch": "transitions per batch"}
     for ax, (axis, numbers) in zip(panels, AXES.items(), strict=True):
         for entrant in ENTRANTS:
-            colour = curves.COLOURS.get(entrant, "tab:brown")
             speeds = {}
             for number in numbers:
                 row = found.get(name_of(entrant, axis, number))
                 if row:
                     speeds[number] = row["sps_steady"]["median"]
+            colour = curves.COLOURS[entrant]
             ax.plot(speeds.keys(), speeds.values(), "o-", color=colour, label=entrant)
         ax.set(xscale="log", yscale="log", xlabel=labels.get(axis, axis))
         ax.set_xticks(numbers, [f"{number:,}" for number in numbers])
@@ -173,12 +173,10 @@ def draw(rows: list[dict], stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--rounds")
+    parser = run_dirs.make_parser(__doc__, "--out", "--rounds", "--seed", "--field-python")
     parser.set_defaults(rounds=1)
     parser.add_argument("--only", default="*", metavar="GLOB", help="as 'batch 1024'")
-    parser.add_argument("--field-python", default=".venv-field/bin/python")
     parser.add_argument("--worker", help="internal: one run")
-    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     if options.worker:
         work(points("*")[options.worker], options.seed)
@@ -186,8 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = list(points(options.only))
     if not names:
         parser.error(f"--only {options.only}: there is no such run")
-    if not (run_dirs.ROOT / options.field_python).exists():
-        parser.error(f"no {options.field_python}: `bash run.sh field` makes it")
+    processes.check_field(parser, options, "field")
     options.steps = STARTS + WARM + 1500  # for the bar
     results, failures = rounds.take_turns(names, options, measure)
     rows = summarize(results, names)

@@ -3,11 +3,11 @@
     python plots/measure/overhead.py                      every script; files in plots/out/
     python plots/measure/overhead.py --only 'ppo_cont*'   of every 'SCRIPT ROW', those that match
 
-Per script, row and seed two runs of the same length: one with --stopwatch off, which counts steps
-and reads the clock twice, and one with --stopwatch time, the default. (A trace takes no part: what
-it tells is scaled to the untraced seconds.) Without a GPU they run at the same moment on a core
-each, so that the drift of a shared machine hits both alike, and change cores with each seed; with
-one, or on a single core, one after the other.
+Per script, row and seed two runs as long as those of the quick table: one with --stopwatch off,
+which counts steps and reads the clock twice, and one with --stopwatch time, the default. (A trace
+takes no part: what it tells is scaled to the untraced seconds.) Without a GPU they run at the same
+moment on a core each, so that the drift of a shared machine hits both alike, and change cores with
+each seed; with one, or on a single core, one after the other.
 
     off             microseconds per environment step without the stopwatch, mean over the seeds
     with            the same with it
@@ -35,11 +35,8 @@ LIMIT = 0.01
 
 
 def commands(job: Job) -> dict[str, list[str]]:
-    """The pair, half as long as a quick run of the table.
-
-    With names of their own, so that runs/ keeps both and no table takes them in.
-    """
-    words = [*job.command[:-1], str(job.steps // 2)]
+    """The pair, with names of their own, so that runs/ keeps both and no table takes them in."""
+    words = [word for word in job.command if word not in speedup.TRACED]
     return {
         "off": [*words, "--exp-name", "uninstrumented", "--stopwatch", "off"],
         "on": [*words, "--exp-name", "instrumented"],
@@ -125,7 +122,10 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     rows = ["baseline", "compile+cudagraphs" if cuda else "compile"]
-    jobs = speedup.make_jobs(sorted(speedup.SCRIPTS), rows, options.seeds, "quick")
+    jobs = []
+    for script, lengths in sorted(speedup.SCRIPTS.items()):
+        length = "quick" if lengths.quick else "traced"
+        jobs += speedup.make_jobs([script], rows, options.seeds, length)
     jobs = [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", options.only)]
     return sorted(jobs, key=lambda job: (job.script, job.row))
 
@@ -139,13 +139,13 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = plan(options, cuda)
     if not jobs:
         parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    cores = len(os.sched_getaffinity(0))
     side_by_side = not cuda and cores > 1 and shutil.which("taskset") is not None
 
     turns = []
     for job in jobs:
         make = partial(measure, job, side_by_side, options.out / "logs")
-        turns.append(processes.Turn(job.name, job.steps // 2, 1, make))
+        turns.append(processes.Turn(job.name, job.steps, 1, make))
     results, failures = processes.make_all(turns)
     pairs = list(results.values())
     if not pairs:

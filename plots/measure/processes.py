@@ -31,12 +31,22 @@ from run_dirs import ROOT, Run, differences, read_run, shown, this_machine  # no
 
 def call(program: str, options: argparse.Namespace, *names: str) -> str:
     """The command line that makes the same measurement again; --out does not matter."""
-    words = [f"python plots/measure/{program}"]
+    words = ["python", f"plots/measure/{program}"]
     for name in names:
-        if getattr(options, name) is not None:
-            value = str(getattr(options, name))
-            words.append(shlex.join([f"--{name}", value]))
-    return " ".join(words)
+        value = getattr(options, name)
+        if value is True:
+            words.append(f"--{name}")
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None and value is not False:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+def check_field(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:
+    """Ends the program where the other libraries' Python is missing, which run.sh makes."""
+    if not (ROOT / options.field_python).exists():
+        parser.error(f"no {options.field_python}: `bash run.sh {name}` makes it")
 
 
 def start(main: Callable[[], int]) -> None:

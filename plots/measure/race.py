@@ -226,10 +226,6 @@ def after(evaluations: list[list], minutes: float) -> float | None:
     return found[-1] if found else None
 
 
-def minutes_to(evaluations: list[list], level: float) -> float | None:
-    return next((moment for moment, _, value in evaluations if value >= level), None)
-
-
 def summarize(runs: list[dict], minutes: int) -> list[dict]:
     """One dict per task and entrant that has runs."""
     rows = []
@@ -238,7 +234,6 @@ def summarize(runs: list[dict], minutes: int) -> list[dict]:
             mine = [run for run in runs if (run["task"], run["entrant"]) == (task, entrant)]
             if not mine:
                 continue
-            curves = [run["evaluations"] for run in mine]
             row = {"task": task, "level": LEVELS[task], "entrant": entrant, "seeds": len(mine)}
             vectors = {run["machine"]["cpu"]["vectors"] for run in mine}
             row["processor"] = ", ".join(sorted(vectors, reverse=True))
@@ -249,8 +244,10 @@ def summarize(runs: list[dict], minutes: int) -> list[dict]:
                     known = [after(run["evaluations"], moment) for run in whole]
                     known = [value for value in known if value is not None]
                     row[f"after {moment} min"] = run_dirs.spread(known) if known else None
-            reached = [minutes_to(curve, LEVELS[task]) for curve in curves]
-            row["reached"] = [moment for moment in reached if moment is not None]
+            row["reached"] = []
+            for run in mine:
+                times = [at for at, _, value in run["evaluations"] if value >= LEVELS[task]]
+                row["reached"] += times[:1]
             rows.append(row)
     return rows
 
@@ -316,14 +313,12 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--seeds")
+    parser = run_dirs.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
     parser.set_defaults(seeds=2)
     parser.add_argument("--minutes", type=run_dirs.few, default=30, help="per run")
     parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, default=list(ENTRANTS))
     parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=list(RACED))
-    parser.add_argument("--field-python", default=".venv-field/bin/python")
     parser.add_argument("--worker", choices=ENTRANTS, help="internal: one run")
-    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     if options.worker:
         timed.say_versions()
@@ -331,8 +326,8 @@ def main(arguments: list[str] | None = None) -> int:
         train(options.worker, *options.tasks, options.seed, options.minutes)
         return 0
     theirs = [name for name in options.entrants if name in LIBRARIES]
-    if theirs and not (run_dirs.ROOT / options.field_python).exists():
-        parser.error(f"no {options.field_python}: `bash run.sh race` makes it")
+    if theirs:
+        processes.check_field(parser, options, "race")
     wanted = timed.plan(options.entrants, options)
     untuned = [run for run in wanted if run[0] == "zoo's PPO" and run[1] not in ZOO]
     for run in untuned:

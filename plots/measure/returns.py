@@ -268,13 +268,12 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--seeds")
+    parser = run_dirs.make_parser(__doc__, "--out", "--seeds", "--seed")
     parser.set_defaults(seeds=2)
     parser.add_argument("--minutes", type=run_dirs.few, default=10, help="of training, per run")
     parser.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--worker", choices=CHANGES, help="internal: one run with this change")
-    parser.add_argument("--seed", type=int, default=1, help="internal: of the worker")
     options = parser.parse_args(arguments)
     if options.worker:
         timed.say_versions()

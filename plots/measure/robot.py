@@ -78,7 +78,7 @@ def train(task: str, options: argparse.Namespace, bar) -> dict:
     run = processes.run_and_read(command, log, progress, task, limit=limit)
     if len(shots) < len(options.film):
         keep(run.path / "checkpoint.pt")
-    found = run_dirs.read_series(run.path, [EVALUATED])[EVALUATED]
+    found = run_dirs.read_metric(run.path, EVALUATED)
     imports = max(int(run.path.name.rpartition("__")[2]) - started, 0)  # before the first event
     rows = zip(found.seconds + imports, found.steps, found.values, strict=True)
     evaluations = [[float(x) for x in row] for row in rows]

@@ -249,7 +249,7 @@ def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
     return processes.find_made({job.name: job.command[1:] for job in jobs}, runs, here)
 
 
-def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> None:
+def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
     """A bar per row, as high as its speed-up, a group per script: speedup.png and .svg."""
     import curves
     from matplotlib import pyplot as plt
@@ -270,7 +270,7 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> None:
     ax.margins(0.1, 0.2)
     ax.grid(False, axis="x")
     curves.headline(figure, "Speed-up in steady state", runs)
-    curves.save(figure, out / "speedup")
+    return curves.save(figure, out / "speedup")
 
 
 def draw_figures(runs: list[Run], rows: list[dict], out: Path, learned: bool) -> None:
@@ -279,15 +279,12 @@ def draw_figures(runs: list[Run], rows: list[dict], out: Path, learned: bool) ->
     import curves
     import utilization
 
-    breakdown.write(runs, out)
-    utilization.write(timed(runs), out)
+    files = breakdown.write(runs, out) + utilization.write(timed(runs), out)
     if learned:
-        curves.write(timed(runs), out)
+        files += curves.write(timed(runs), out)
     if any(row.get("speedup") for row in rows):
-        draw_speedups(rows, runs, out)
-    names = ("curves_learning", "speedup", "breakdown_stages", "utilization")
-    made = [out / f"{name}.png" for name in names]
-    print(f"figures: {', '.join(shown(path) for path in made if path.exists())}")
+        files += draw_speedups(rows, runs, out)
+    print(f"figures: {', '.join(shown(path) for path in files if path.suffix == '.png')}")
 
 
 def write_table(
@@ -345,8 +342,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not jobs:
             parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
         protocol = "quick" if options.quick else "full"
-        call = processes.call(f"speedup.py --{protocol}", options, "only", "seeds", "steps")
-        call += " --tiny" if options.tiny else ""
+        names = ("quick", "full", "only", "seeds", "steps", "tiny")
+        call = processes.call("speedup.py", options, *names)
         kept = finished(jobs, here) if options.full else {}
         for name, run in kept.items():
             print(f"kept: {name}, {shown(run.path)}")

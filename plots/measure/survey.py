@@ -88,8 +88,9 @@ SURVEYS = {
 # Stable-Baselines3, in a process of its own
 
 
-def train_library(algorithm: str, steps: int = 800) -> None:
+def train_library(algorithm: str) -> None:
     """A traced run with the settings of OFF_POLICY, and its records in runs/."""
+    steps = 800
     import stable_baselines3
     import torch
     from stable_baselines3.common.callbacks import BaseCallback
@@ -110,7 +111,7 @@ def train_library(algorithm: str, steps: int = 800) -> None:
         device="cpu",
     )
     script = f"{algorithm}_continuous_action"
-    folder = ROOT / "runs" / f"{env_id}__{LIBRARY}-{algorithm}__1__{time.time_ns() // 10**9}"
+    folder = ROOT / "runs" / f"{env_id}__{LIBRARY}-{algorithm}__1__{int(time.time())}"
     folder.mkdir(parents=True)
     config = {
         "args": {
@@ -185,10 +186,9 @@ def main(arguments: list[str] | None = None) -> int:
             commands[name] = whole_command(name, command)
     if importlib.util.find_spec("envpool") is None and commands.pop("pong", None):
         print("skipped: pong, no envpool: pip install -r requirements/envpool.txt")
-    here = run_dirs.this_machine()
-    before, _ = run_dirs.read_runs([ROOT / "runs"]) if (ROOT / "runs").exists() else ([], [])
-    traced = [run for run in before if run.trace]
-    found = processes.find_made(commands, traced, here)
+    before, _ = run_dirs.read_runs([ROOT / "runs"])
+    traced = [run for run in before if (run.path / "trace.json.gz").exists()]
+    found = processes.find_made(commands, traced, run_dirs.this_machine())
     logs = options.out / "logs"
     turns = [make(name, commands[name], logs) for name in commands if name not in found]
     results, failures = processes.make_all(turns)
