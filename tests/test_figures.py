@@ -350,6 +350,9 @@ def test_series_end_where_the_file_is_damaged(tmp_path):
         count = len(left["charts/SPS"].values) if left else 0
         assert count < 100 and (count > 10 or name in ("empty", "text"))
     assert run_dirs.read_series(tmp_path / "gone", ["charts/SPS"]) == {}
+    assert len(run_dirs.read_metric(tmp_path / "whole", "charts/SPS").values) == 100
+    with pytest.raises(ValueError, match="has logged no no/such"):
+        run_dirs.read_metric(tmp_path / "whole", "no/such")
 
 
 def test_a_pause_before_a_run_is_resumed_is_none_of_its_seconds(tmp_path):
@@ -745,6 +748,19 @@ def test_an_interrupted_run_has_a_breakdown_if_it_has_a_trace(tmp_path):
     assert breakdown.main([str(tmp_path), "--out", str(tmp_path / "out/b")]) == 0
     (row,) = json.loads((tmp_path / "out/b.json").read_text())["rows"]
     assert row["row"] == "baseline"
+
+
+def test_what_is_inside_a_compiled_call_has_no_share(tmp_path):
+    path = make_traced_run(tmp_path, 1, config())
+    stages_file = path / "stages.json"
+    whole = json.loads(stages_file.read_text())
+    whole["stages"]["simulation"] = 0.0
+    stages_file.write_text(json.dumps(whole))
+    row = breakdown.reduce(run_dirs.read_run(path))
+    assert not row["cells"]["simulation"] and row["transitions_per_iteration"]["to_simulator"] == 0
+    assert "the backend takes" in breakdown.limits(row) and "simulator" not in breakdown.limits(row)
+    heading, line = breakdown.cells([row])
+    assert line[heading.index("simulation")] == "-" and line[heading.index("to simulator")] == "0"
 
 
 def test_an_iteration_is_a_step_of_all_environments(tmp_path):

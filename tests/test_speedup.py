@@ -1,5 +1,6 @@
 """The speed-up table: what it reads, skips, keeps and runs, with stand-ins for the scripts."""
 
+import argparse
 import ast
 import json
 import os
@@ -466,6 +467,25 @@ def test_modules_import_one_another_in_one_direction():
 
 
 # The stopwatch's overhead
+
+
+def test_every_script_is_measured():
+    options = argparse.Namespace(seeds=1, only="*")
+    jobs = overhead.plan(options, cuda=False)
+    assert {(job.script, job.row) for job in jobs} == {
+        (script, row) for script in speedup.SCRIPTS for row in ("baseline", "compile")
+    }
+    for job in jobs:  # a trace would cost more than the stopwatch
+        assert all("trace" not in command for command in overhead.commands(job).values())
+
+
+def test_a_call_names_switches_and_lists():
+    options = argparse.Namespace(
+        quick=True, full=False, only=None, tasks=["A-v5", "B v5"], rounds=2
+    )
+    names = ("quick", "full", "only", "tasks", "rounds")
+    said = "python plots/measure/x.py --quick --tasks A-v5 'B v5' --rounds 2"
+    assert processes.call("x.py", options, *names) == said
 
 
 def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
