@@ -67,7 +67,7 @@ class Args:
     num_steps: int = 2048  # steps of a rollout in each environment
     learning_rate: float = 3e-4  # learning rate of the optimizer, at first
     desired_kl: float = 0.0  # how far a rollout moves the policy, which the rate follows; 0: fixed
-    anneal_lr: bool = True  # lower it, or the rate if that is fixed, linearly to zero at the end
+    anneal_lr: bool = True  # lower it linearly, to MIN_KL at least, or a fixed rate to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
@@ -81,7 +81,7 @@ class Args:
     target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
 
-MIN_KL = 0.004  # below it an update is small, whatever is left of the run
+MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
@@ -455,7 +455,7 @@ def main(args: Args) -> Path:
                     if args.target_kl is not None and approx_kl > args.target_kl:
                         break
                 if args.desired_kl:
-                    desired_kl = max(args.desired_kl * remaining, MIN_KL)
+                    desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
                     agent.adapt(approx_kl, desired_kl)
 
             # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.

@@ -75,7 +75,7 @@ class Args:
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # learning rate of the optimizer, at first
     desired_kl: float = 0.03  # how far a rollout moves the policy, which the rate follows; 0: fixed
-    anneal_lr: bool = True  # lower it, or the rate if that is fixed, linearly to zero at the end
+    anneal_lr: bool = True  # lower it linearly, to MIN_KL at least, or a fixed rate to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
@@ -91,10 +91,8 @@ class Args:
     tf32: bool = False  # on CUDA, multiply in TensorFloat-32: faster, with three digits
 
 
-MIN_KL = 0.004  # below it an update is small, whatever is left of the run
+MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
-# speed: compiled updates of so many steps are worth more than one thread of a CPU
-SHARED = 2048
 
 
 # Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
@@ -681,8 +679,8 @@ def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     args = agent.args
     minibatch = args.num_envs * args.num_steps // args.num_minibatches
-    if minibatch < SHARED:
-        torch.set_num_threads(1)  # layers of 64 for a few steps are too small to share
+    if minibatch < 2048:
+        torch.set_num_threads(1)  # layers of 64 for so few steps are too small to share
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
@@ -695,14 +693,8 @@ def compile_agent(agent: PPO) -> None:
 def update_once(agent: PPO, obs_dim: int, action_dim: int) -> None:
     """An update on zeros."""
     steps = agent.args.num_envs * agent.args.num_steps
-    batch = Batch(
-        obs=torch.zeros(steps, obs_dim),
-        actions=torch.zeros(steps, action_dim),
-        log_probs=torch.zeros(steps),
-        values=torch.zeros(steps),
-        advantages=torch.zeros(steps),
-        returns=torch.zeros(steps),
-    )
+    shapes = (obs_dim,), (action_dim,), (), (), (), ()
+    batch = Batch._make(torch.zeros(steps, *shape) for shape in shapes)
     agent.update(batch, torch.arange(steps).view(agent.args.num_minibatches, -1)[0])
 
 
@@ -854,7 +846,7 @@ def main(args: Args) -> Path:
                         row[tag] = values[-1]  # of the last minibatch, of all for clipfrac
                     row["losses/clipfrac"] = torch.cat(clipfracs).mean()
                     if args.desired_kl:
-                        desired_kl = max(args.desired_kl * remaining, MIN_KL)
+                        desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
                         agent.adapt(row["losses/approx_kl"], desired_kl)
                 agent.model.observe(batch)
                 known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
@@ -867,8 +859,7 @@ def main(args: Args) -> Path:
             row["losses/explained_variance"] = 1 - unexplained
             row["charts/learning_rate"] = agent.learning_rate
             row["charts/broken_worlds"] = envs.broken
-            overflows = envs.physics.overflow.count_nonzero()  # worlds once at a limit
-            row["charts/overflows"] = overflows
+            row["charts/overflows"] = envs.physics.overflow.count_nonzero()
             if len(returns):
                 row["charts/episodic_return"] = returns.mean()
                 row["charts/episodic_length"] = lengths.mean()
@@ -947,10 +938,9 @@ class CPhysics:
         self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
 
     def step(self, actions):
-        """Steps each world by a frame skip with actions (N, A), from the x that `state` has."""
+        """Steps each world by a frame skip with actions (N, A); one that moves from x = 0."""
         if self.moves:
-            x = self.state.qpos[:, 0]
-            self.qpos[:, 0] = x.cpu()
+            self.qpos[:, 0] = 0
         self.ctrl[:] = actions.cpu()
         self.batch.step(nstep=self.frame_skip)
         if self.forces:
@@ -1006,12 +996,9 @@ class WarpPhysics:
         capsule.tree = ast.parse(capsule.source)
         wp.init()
         with wp.ScopedDevice(str(device)):
-            try:
+            with one_line(f"--num-envs: {num_envs:,} worlds", ValueError):  # of memory
                 self.data = mjw.make_data(env.model, nworld=num_envs)
-            except (RuntimeError, ValueError) as error:  # of memory
-                raise SystemExit(f"--num-envs: {num_envs:,} worlds: {error}") from None
-            with one_line("--physics warp", NotImplementedError):  # of this model
-                self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
+            self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
             self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
             for name, factor in factors.items():
                 shared = getattr(self.model, name)
@@ -1052,9 +1039,7 @@ class WarpPhysics:
         if env.model.na:
             self.cleared.append(wp.to_torch(self.data.act))
         for name in ("qpos", "qvel", *task.reads):
-            with one_line("--physics warp", AttributeError):
-                array = getattr(self.data, name)
-            field = wp.to_torch(array)
+            field = wp.to_torch(getattr(self.data, name))
             setattr(self.state, name, field)
             self.cleared.append(field.view(num_envs, -1))
 
@@ -1102,7 +1087,8 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
         kind = WarpPhysics if on_warp else CPhysics
         factors = draw_factors(env.model, num_envs, randomize, seed) if randomize else {}
-        with one_line("--env-id", AttributeError, ValueError):  # a field that MuJoCo does not have
+        # It lacks a field that the task reads, or something of the model
+        with one_line("--physics", AttributeError, NotImplementedError, ValueError):
             self.physics = kind(env, num_envs, self.task, device, factors)
 
         def to_device(array):
@@ -1274,19 +1260,13 @@ class World(MujocoEnv):
 
 def evaluate(agent: PPO, args: Args, video: Path) -> float:
     """Mean return of K of Gymnasium's own episodes from always the same starts, without noise."""
-
-    def make_env() -> gym.Env:
-        env = gym.make(args.env_id, render_mode="rgb_array")
-        return gym.wrappers.ClipAction(env)
-
-    def make_filmed_env() -> gym.Env:
-        env = make_env()
-        return gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-
-    makers = [make_env] * args.eval_episodes
+    makers = [lambda: gym.make(args.env_id)] * args.eval_episodes
     if args.capture_video:
-        makers[0] = make_filmed_env
+        env = gym.make(args.env_id, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        makers[0] = lambda: env
     envs = gym.vector.SyncVectorEnv(makers)
+    envs = gym.wrappers.vector.ClipAction(envs)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
     unseen = args.seed + 2**31  # not the states of training

@@ -691,8 +691,7 @@ def main(args: Args) -> Path:
     if run.checkpoint:
         run.restore(agent)
         rb.load_state_dict(run.checkpoint["replay"])
-    seed = args.seed + run.start_step
-    obs, _ = envs.reset(seed=seed)
+    obs, _ = envs.reset(seed=args.seed + run.start_step)
     learning_steps = max(run.start_step - args.learning_starts, 0)
     num_updates = int(learning_steps * args.utd_ratio)
     metrics = {}  # of the last updates
@@ -704,8 +703,7 @@ def main(args: Args) -> Path:
             with run.stage("inference"):
                 if run.step < args.learning_starts:
                     share = torch.rand(args.num_envs, action_dim, device=device)
-                    width = envs.high - envs.low
-                    actions = envs.low + width * share
+                    actions = envs.low.lerp(envs.high, share)
                 else:
                     noise = torch.randn(args.num_envs, action_dim, device=device)
                     actions = agent.act(obs, noise)
@@ -841,10 +839,9 @@ class CPhysics:
         self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
 
     def step(self, actions):
-        """Steps each world by a frame skip with actions (N, A), from the x that `state` has."""
+        """Steps each world by a frame skip with actions (N, A); one that moves from x = 0."""
         if self.moves:
-            x = self.state.qpos[:, 0]
-            self.qpos[:, 0] = x.cpu()
+            self.qpos[:, 0] = 0
         self.ctrl[:] = actions.cpu()
         self.batch.step(nstep=self.frame_skip)
         if self.forces:
@@ -900,12 +897,9 @@ class WarpPhysics:
         capsule.tree = ast.parse(capsule.source)
         wp.init()
         with wp.ScopedDevice(str(device)):
-            try:
+            with one_line(f"--num-envs: {num_envs:,} worlds", ValueError):  # of memory
                 self.data = mjw.make_data(env.model, nworld=num_envs)
-            except (RuntimeError, ValueError) as error:  # of memory
-                raise SystemExit(f"--num-envs: {num_envs:,} worlds: {error}") from None
-            with one_line("--physics warp", NotImplementedError):  # of this model
-                self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
+            self.model = mjw.put_model(env.model)  # CUDA's graphs do not keep it
             self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
             for name, factor in factors.items():
                 shared = getattr(self.model, name)
@@ -946,9 +940,7 @@ class WarpPhysics:
         if env.model.na:
             self.cleared.append(wp.to_torch(self.data.act))
         for name in ("qpos", "qvel", *task.reads):
-            with one_line("--physics warp", AttributeError):
-                array = getattr(self.data, name)
-            field = wp.to_torch(array)
+            field = wp.to_torch(getattr(self.data, name))
             setattr(self.state, name, field)
             self.cleared.append(field.view(num_envs, -1))
 
@@ -996,7 +988,8 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
         kind = WarpPhysics if on_warp else CPhysics
         factors = draw_factors(env.model, num_envs, randomize, seed) if randomize else {}
-        with one_line("--env-id", AttributeError, ValueError):  # a field that MuJoCo does not have
+        # It lacks a field that the task reads, or something of the model
+        with one_line("--physics", AttributeError, NotImplementedError, ValueError):
             self.physics = kind(env, num_envs, self.task, device, factors)
 
         def to_device(array):
@@ -1168,17 +1161,11 @@ class World(MujocoEnv):
 
 def evaluate(agent: SAC, args: Args, video: Path) -> float:
     """Mean return of K of Gymnasium's own episodes from always the same starts, without noise."""
-
-    def make_env() -> gym.Env:
-        return gym.make(args.env_id)
-
-    def make_filmed_env() -> gym.Env:
-        env = gym.make(args.env_id, render_mode="rgb_array")
-        return gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-
-    makers = [make_env] * args.eval_episodes
+    makers = [lambda: gym.make(args.env_id)] * args.eval_episodes
     if args.capture_video:
-        makers[0] = make_filmed_env
+        env = gym.make(args.env_id, render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        makers[0] = lambda: env
     envs = gym.vector.SyncVectorEnv(makers)
     device = agent.log_alpha.device
     noise = torch.zeros(envs.action_space.shape, device=device)
