@@ -6,9 +6,9 @@
     python plots/curves.py plots/results/p*_atari_pong_cpu.json --metric charts/eval_return
 
 A panel is a script and environment. A line is what differs within it: the row of the speed-up table
-(baseline, compile, ...) and the settings that vary, or those that --by names; seeds never do. Runs
-of CleanRL, which are TensorBoard files in a directory with its name, are a line beside ours.
-Records of plots/record.py have curves, too: of returns and evaluations.
+(baseline, compile, ...) and the settings that vary, or those that --by names, threads too; seeds
+never do. Runs of CleanRL, which are TensorBoard files in a directory with its name, are a line
+beside ours. Records of plots/record.py have curves, too: of returns and evaluations.
 Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
@@ -195,13 +195,14 @@ def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
     """What sorts the line of a run, and its name: rows as in the table, numbers by size."""
     key = [ORDER.index(run.row)]
     texts = [run.row] if with_row else []
+    settings = run.settings
     for name in names:
-        value = run.config["args"].get(name)
+        value = settings.get(name)
         if isinstance(value, int | float):
             key.append((value, ""))
         else:
             key.append((0, str(value)))
-        if name in run.config["args"]:
+        if name in settings:
             texts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
     return key, ", ".join(texts) or run.row
 
@@ -230,7 +231,7 @@ def groups(runs: list[Run], by: list[str] | None = None) -> dict:
 def setting(name: str, runs: list[Run]) -> str:
     """The name in config.json of what a flag is called; ValueError unless some run has it."""
     found = name.lstrip("-").replace("-", "_")
-    if not any(found in run.config["args"] for run in runs):
+    if not any(found in run.settings for run in runs):
         raise ValueError(f"no run has a setting {found!r}")
     return found
 
@@ -244,7 +245,7 @@ def matching(runs: list[Run], conditions: list[str]) -> list[Run]:
         with suppress(ValueError):  # numbers, true and false; all else is text
             values.append(json.loads(text.lower()))
     for name, values in wanted.items():
-        runs = [run for run in runs if run.config["args"].get(name) in values]
+        runs = [run for run in runs if run.settings.get(name) in values]
     return runs
 
 

@@ -165,6 +165,11 @@ class Run:
     def env_id(self) -> str:
         return self.config["args"]["env_id"]
 
+    @property
+    def settings(self) -> dict:
+        """What it was told, and how many of torch's threads it had."""
+        return {"threads": self.config.get("threads")} | self.config["args"]
+
     @functools.cached_property
     def trace(self) -> dict | None:
         """The reduced trace, None without one; ValueError if its file is damaged."""
