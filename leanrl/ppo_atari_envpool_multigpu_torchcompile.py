@@ -72,7 +72,7 @@ class Args:
     stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
     # speed: each works alone, together and not at all
-    compile: bool = False  # compile acting, the advantages and updating with torch.compile
+    compile: bool = False  # compile acting and updating with torch.compile
     cudagraphs: bool = False  # replay acting, gradients and steps as CUDA graphs
     bf16: bool = False  # compute all but the heads in bfloat16; weights and losses stay float32
     channels_last: bool = False  # keep images and convolutions in the order height, width, channel
@@ -465,8 +465,8 @@ class PPO(nn.Module):
         return metrics
 
 
-# speed: acting, the advantages and both sides of the average of gradients, which no call can hold,
-# become one compiled call each
+# speed: acting and both sides of the average of gradients, which no call can hold, become one
+# compiled call each; the advantages of a rollout take less time than it would take to compile them
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
@@ -476,7 +476,7 @@ def compile_agent(agent: PPO) -> None:
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
-    for name in ("act", "prepare", "gradient", "step"):
+    for name in ("act", "gradient", "step"):
         method = getattr(agent, name)
         setattr(agent, name, torch.compile(method, fullgraph=True))
 

@@ -499,7 +499,8 @@ def compile_headers() -> None:
     threading.Thread(target=settings.run, args=[work], daemon=True).start()
 
 
-# speed: a step, the advantages and an update, optimizer included, become one graph or a few each
+# speed: a step and an update, optimizer included, become one graph or a few each, on a GPU also the
+# advantages of a rollout, which on a CPU take less time than it would take to compile them
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     on_cpu = next(agent.parameters()).is_cpu
@@ -510,9 +511,12 @@ def compile_agent(agent: PPO) -> None:
     on_zen5 = cpuinfo.exists() and "family\t: 26" in cpuinfo.read_text()
     if on_cpu and on_zen5:  # on Zen 4 it is slower, with AMX it means bfloat16, on a GPU TF32
         torch.set_float32_matmul_precision("medium")  # oneDNN, not MKL: 1.5x on AMD's Zen 5
+    names = ["step", "gather", "gradients", "optimize"]
     if on_cpu:
         compile_headers()
-    for name in ("step", "prepare", "gather", "gradients", "optimize"):
+    else:
+        names.append("prepare")
+    for name in names:
         method = getattr(agent, name)
         setattr(agent, name, torch.compile(method, fullgraph=True))
 

@@ -86,7 +86,7 @@ class Args:
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
 
     # speed: each works alone, together and not at all
-    compile: bool = False  # compile acting, judging the worlds, advantages and updates
+    compile: bool = False  # compile acting, judging the worlds and updating
     cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
     tf32: bool = False  # on CUDA, multiply in TensorFloat-32: faster, with three digits
 
@@ -674,7 +674,8 @@ class PPO(nn.Module):
         return metrics
 
 
-# speed: acting, advantages and an update become one compiled call each
+# speed: acting and an update become one compiled call each; the advantages of a rollout take less
+# time than it would take to compile them
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     args = agent.args
@@ -684,7 +685,7 @@ def compile_agent(agent: PPO) -> None:
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
-    for name in ("act", "prepare", "update"):
+    for name in ("act", "update"):
         method = getattr(agent, name)
         setattr(agent, name, torch.compile(method, fullgraph=True))
 

@@ -68,7 +68,7 @@ class Args:
     stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
     # speed: each works alone, together and not at all
-    compile: bool = False  # compile acting, the returns and updating with torch.compile
+    compile: bool = False  # compile acting and updating with torch.compile
     cudagraphs: bool = False  # replay acting and whole epochs as CUDA graphs
     bf16: bool = False  # compute all but the head in bfloat16; weights and losses stay float32
     channels_last: bool = False  # keep images and convolutions in the order height, width, channel
@@ -414,7 +414,8 @@ def exploration(args: Args, step: int, device: torch.device) -> Tensor:
     return epsilons[:, None]
 
 
-# speed: acting, the returns and an update, optimizer included, become one compiled call each
+# speed: acting and an update, optimizer included, become one compiled call each; the returns of a
+# rollout take less time than it would take to compile them
 def compile_agent(agent: PQN) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
@@ -431,7 +432,7 @@ def compile_agent(agent: PQN) -> None:
 
         for norm in (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward):
             decompositions.pop(norm.default, None)
-    for name in ("act", "prepare", "update"):
+    for name in ("act", "update"):
         method = getattr(agent, name)
         setattr(agent, name, torch.compile(method, fullgraph=True))
 

@@ -234,8 +234,8 @@ BUGS = [
     ),
     Bug(
         f"{OFF_POLICY} {ATARI}",
-        "seed = args.seed + run.start_step",
-        "seed = args.seed",
+        "args.seed + run.start_step",
+        "args.seed",
         "test_resume.py::test_a_resumed_run_goes_on_from_all_it_had",
     ),
     Bug(
@@ -1395,7 +1395,7 @@ BUGS = [
     ),
     Bug(
         "leanrl/sac_mujoco_*.py",
-        "actions = envs.low + width * share",
+        "actions = envs.low.lerp(envs.high, share)",
         "actions = 2 * share - 1",
         "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
     ),

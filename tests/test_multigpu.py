@@ -289,7 +289,7 @@ def assert_one_process_is_the_script_for_one(module, reference, flags, **speed):
         counters.clear()
         more = speed if each is module else {}
         runs.append(train(each, **whole, **more, resume=str(run_dir)))
-    graphs = 4 if module is variant else 0  # acting, advantages, gradient, step
+    graphs = 3 if module is variant else 0  # acting, gradient, step
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
     one, other = map(checkpoint_of, runs)
     assert_close(one, other, 1e-6)
