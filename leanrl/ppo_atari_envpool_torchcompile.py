@@ -423,8 +423,8 @@ class PPO(nn.Module):
         return metrics
 
 
-# speed: acting and an update, optimizer included, become one compiled call each; the advantages of
-# a rollout take less time than it would take to compile them
+# speed: acting and an update, optimizer included, become one compiled call each. Advantages, once a
+# rollout, would take seconds to compile and gain nothing that one could measure
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 

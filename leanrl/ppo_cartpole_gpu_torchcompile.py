@@ -500,7 +500,7 @@ def compile_headers() -> None:
 
 
 # speed: a step and an update, optimizer included, become one graph or a few each, on a GPU also the
-# advantages of a rollout, which on a CPU take less time than it would take to compile them
+# advantages. On a CPU these would take seconds to compile and gain nothing that one could measure
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     on_cpu = next(agent.parameters()).is_cpu

@@ -414,8 +414,8 @@ def exploration(args: Args, step: int, device: torch.device) -> Tensor:
     return epsilons[:, None]
 
 
-# speed: acting and an update, optimizer included, become one compiled call each; the returns of a
-# rollout take less time than it would take to compile them
+# speed: acting and an update, optimizer included, become one compiled call each. Returns, once a
+# rollout, would take seconds to compile and gain nothing that one could measure
 def compile_agent(agent: PQN) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
