@@ -77,16 +77,16 @@ def where(machine: dict) -> str:
 
 
 def speedup() -> str:
-    """The speed-up table, a line per pair of scripts; what another day says stands beside it."""
+    """The speed-up table, a line per pair of scripts; what another day said stands beside it."""
     found = record("speedup_cpu")
     other = {}
-    for row in record("speedup_again_cpu")["rows"]:
+    for row in record("speedup_earlier_cpu")["rows"]:
         if row.get("speedup"):
             other[row["script"], row["row"]] = f"{row['speedup']:.2f}x"
     rows = {(row["script"], row["row"]): row for row in found["rows"]}
     scripts = dict.fromkeys(script for script, _ in rows)
     heading = ["script", "baseline", "`--compile`", "`--cudagraphs`, alone and with it"]
-    heading += ["overall", "another day", "warm-up s"]
+    heading += ["overall", "earlier", "warm-up s"]
     table = [heading]
     for script in sorted(scripts, key=lambda name: "gpu" in name):
         mine = {row: rows[script, row] for row in ROWS}
@@ -109,7 +109,8 @@ def speedup() -> str:
         )
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
     said = f"Environment steps/s after the warm-up, seeds per row: {seeds}, on "
-    said += f"{where(found['machine'])} (`speedup_cpu.md`)."
+    said += f"{where(found['machine'])} (`speedup_cpu.md`); earlier: on another day, by the scripts "
+    said += "of that day (`speedup_earlier_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
