@@ -78,11 +78,11 @@ def where(machine: dict) -> str:
 
 def speedup() -> str:
     """The speed-up table, a line per pair of scripts; what another day said stands beside it."""
-    found = record("speedup_cpu")
     other = {}
     for row in record("speedup_earlier_cpu")["rows"]:
         if row.get("speedup"):
             other[row["script"], row["row"]] = f"{row['speedup']:.2f}x"
+    found = record("speedup_cpu")
     rows = {(row["script"], row["row"]): row for row in found["rows"]}
     scripts = dict.fromkeys(script for script, _ in rows)
     heading = ["script", "baseline", "`--compile`", "`--cudagraphs`, alone and with it"]
