@@ -109,8 +109,8 @@ def speedup() -> str:
         )
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
     said = f"Environment steps/s after the warm-up, seeds per row: {seeds}, on "
-    said += f"{where(found['machine'])} (`speedup_cpu.md`); earlier: on another day, by the scripts "
-    said += "of that day (`speedup_earlier_cpu.md`)."
+    said += f"{where(found['machine'])} (`speedup_cpu.md`); earlier: on another day, by the "
+    said += "scripts of that day (`speedup_earlier_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 

@@ -90,7 +90,6 @@ SURVEYS = {
 
 def train_library(algorithm: str) -> None:
     """A traced run with the settings of OFF_POLICY, and its records in runs/."""
-    steps = 800
     import stable_baselines3
     import torch
     from stable_baselines3.common.callbacks import BaseCallback
@@ -100,6 +99,7 @@ def train_library(algorithm: str) -> None:
     from leanrl.stopwatch import Stopwatch
 
     env_id = WALKER[1]
+    steps = 800
     env = make_vec_env(env_id, 1, seed=1)
     agent = getattr(stable_baselines3, algorithm.upper())(
         "MlpPolicy",
