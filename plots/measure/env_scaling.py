@@ -2,6 +2,7 @@
 
     bash run.sh study                                   sets up, then measures, in minutes
     python plots/measure/env_scaling.py --quick         a few points, short samples
+    python plots/measure/env_scaling.py --only '*GPU' --seconds 0.1      some arms, all points
 
 After "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). CartPole-v1 is stepped
 by each arm in turn as its users would call it, with random actions drawn beforehand; an arm that
@@ -15,6 +16,7 @@ Written to --out: env_scaling.json with every sample, env_scaling.md, which on a
 best number of threads per block, and the figures env_scaling_throughput and, there, _blocks.
 """
 
+import fnmatch
 import importlib.util
 import math
 import statistics
@@ -273,17 +275,22 @@ def measure_steps(
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out")
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
+    parser.add_argument("--only", metavar="GLOB", help="the arms that match")
+    parser.add_argument("--seconds", type=float, help="of a point's samples, else 0.5")
     options = parser.parse_args(arguments)
+    arms = [arm for arm in ARMS if fnmatch.fnmatch(arm.name, options.only or "*")]
+    if not arms:
+        parser.error(f"--only {options.only!r} matches none of: {', '.join(a.name for a in ARMS)}")
     record = {
         "schema": 2,
-        "command": processes.call("env_scaling.py", options, "quick"),
+        "command": processes.call("env_scaling.py", options, "quick", "only", "seconds"),
         "machine": run_dirs.measured_here(torch.get_num_threads(), PACKAGES),
         "bytes_per_second": measure_limits(),
     }
     if options.quick:
-        record |= measure_steps(ARMS, [1, 64, 4096], seconds=0.05)
+        record |= measure_steps(arms, [1, 64, 4096], seconds=0.05)
     else:
-        record |= measure_steps(ARMS, NUMBERS, seconds=0.5)
+        record |= measure_steps(arms, NUMBERS, options.seconds or 0.5)
     import env_report  # which draws, so that --help need not wait for that
 
     env_report.write(record, options.out / "env_scaling")
