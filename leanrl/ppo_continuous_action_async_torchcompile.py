@@ -478,7 +478,7 @@ class PPO(nn.Module):
         self.model = ActorCritic(obs_dim, action_dim).to(device)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
         flat = nn.utils.parameters_to_vector(self.parameters())
-        self.flat = flat.detach()
+        self.flat = flat.detach().requires_grad_()
         nn.utils.vector_to_parameters(self.flat, self.parameters())
         self.shapes = {}
         for name, parameter in self.model.named_parameters():
@@ -542,9 +542,8 @@ class PPO(nn.Module):
         """One gradient step on the steps of `batch` in index."""
         minibatch = Batch._make(column[index] for column in batch)
         # speed: a pure function of the vector, nothing is hidden from the compiler
-        flat = self.flat.detach().requires_grad_()
         sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = flat.split(sizes)
+        parts = self.flat.split(sizes)
         parameters = {}
         for name, part in zip(self.shapes, parts, strict=True):
             parameters[name] = part.view(self.shapes[name])
@@ -553,7 +552,7 @@ class PPO(nn.Module):
             return torch.func.functional_call(self.model, parameters, (obs,))
 
         loss, metrics = ppo_loss(model, minibatch, self.args)
-        (gradient,) = torch.autograd.grad(loss, flat)
+        (gradient,) = torch.autograd.grad(loss, self.flat)
         norm = gradient.norm()
         scale = self.args.max_grad_norm / (norm + 1e-6)
         gradient = gradient * scale.clamp(max=1)
