@@ -319,11 +319,11 @@ class PPO(nn.Module):
                 advantages=advantages,
                 returns=advantages + rollout.values,
             )
-            return Batch._make(column.flatten(0, 1) for column in batch)
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
-        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()
         loss.backward()

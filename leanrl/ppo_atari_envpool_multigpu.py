@@ -347,11 +347,11 @@ class PPO(nn.Module):
                 advantages=advantages,
                 returns=advantages + rollout.values,
             )
-            return Batch._make(column.flatten(0, 1) for column in batch)
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def gradient(self, batch: Batch, index: Tensor, advantages: Tensor) -> tuple[Tensor, dict]:
         """Gradients of this process's share of a minibatch, in one vector, and what is logged."""
-        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = Batch._make([column[index] for column in batch])
         minibatch = minibatch._replace(advantages=advantages)
         args = replace(self.args, norm_adv=False)  # which takes all processes: `normalize`
         loss, metrics = ppo_loss(self.model, minibatch, args)

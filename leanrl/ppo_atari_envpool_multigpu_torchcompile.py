@@ -416,11 +416,11 @@ class PPO(nn.Module):
                 advantages=advantages,
                 returns=advantages + rollout.values,
             )
-            return Batch._make(column.flatten(0, 1) for column in batch)
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def gradient(self, batch: Batch, index: Tensor, advantages: Tensor) -> tuple[Tensor, dict]:
         """Gradients of this process's share of a minibatch, in one vector, and what is logged."""
-        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = Batch._make([column[index] for column in batch])
         minibatch = minibatch._replace(advantages=advantages)
         args = replace(self.args, norm_adv=False)  # which takes all processes: `normalize`
         loss, metrics = ppo_loss(self.model, minibatch, args)
@@ -476,6 +476,7 @@ def compile_agent(agent: PPO) -> None:
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
+    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on a GPU (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     for name in ("act", "gradient", "step"):
         method = getattr(agent, name)

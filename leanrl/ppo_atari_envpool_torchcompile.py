@@ -398,11 +398,11 @@ class PPO(nn.Module):
                 advantages=advantages,
                 returns=advantages + rollout.values,
             )
-            return Batch._make(column.flatten(0, 1) for column in batch)
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
-        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
         # speed: gradients as values, not as .grad: nothing to zero, nothing the compiler cannot see
         gradients = torch.autograd.grad(loss, self.optimizer.parameters)
@@ -433,6 +433,7 @@ def compile_agent(agent: PPO) -> None:
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
+    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on a GPU (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     for name in ("act", "update"):
         method = getattr(agent, name)

@@ -431,7 +431,7 @@ class PPO(nn.Module):
             advantages=advantages,
             returns=advantages + rollout.values,
         )
-        return Batch._make(column.flatten(0, 1) for column in batch)
+        return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
@@ -448,7 +448,7 @@ class PPO(nn.Module):
 
     def gather(self, batch: Batch, index: Tensor) -> list[Batch]:
         """The steps of `batch` in index, in pieces, with advantages normalized over all of them."""
-        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = Batch._make([column[index] for column in batch])
         # speed: here, because the loss sees no more than a piece
         if self.args.norm_adv:
             advantages = minibatch.advantages
@@ -506,6 +506,7 @@ def compile_agent(agent: PPO) -> None:
     on_cpu = next(agent.parameters()).is_cpu
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
+    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on a GPU (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     cpuinfo = Path("/proc/cpuinfo")
     on_zen5 = cpuinfo.exists() and "family\t: 26" in cpuinfo.read_text()

@@ -502,11 +502,11 @@ class PPO(nn.Module):
                 advantages=advantages,
                 returns=advantages + rollout.values,
             )
-            return Batch._make(column.flatten(0, 1) for column in batch)
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
-        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = Batch._make([column[index] for column in batch])
         # speed: a pure function of the vector, nothing is hidden from the compiler
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = self.flat.split(sizes)
@@ -554,6 +554,7 @@ def compile_agent(agent: PPO) -> None:
     torch.set_num_threads(1)  # layers of 64 are too small to share
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
+    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on a GPU (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     torch._inductor.config.cpp_wrapper = on_cpu  # C++ calls kernels faster
     agent.update = torch.compile(agent.update, fullgraph=True)

@@ -269,11 +269,11 @@ class PQN(nn.Module):
                 self.args.q_lambda,
             )
             batch = Batch(obs=rollout.obs, actions=rollout.actions, returns=returns)
-            return Batch._make(column.flatten(0, 1) for column in batch)
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
-        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = td_loss(self.model, minibatch)
         self.optimizer.zero_grad()
         loss.backward()

@@ -381,11 +381,11 @@ class PQN(nn.Module):
                 self.args.q_lambda,
             )
             batch = Batch(obs=rollout.obs, actions=rollout.actions, returns=returns)
-            return Batch._make(column.flatten(0, 1) for column in batch)
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
-        minibatch = Batch._make(column[index] for column in batch)
+        minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = td_loss(self.model, minibatch)
         # speed: gradients as values, not as .grad: nothing to zero, nothing the compiler cannot see
         gradients = torch.autograd.grad(loss, self.optimizer.parameters)
@@ -424,6 +424,7 @@ def compile_agent(agent: PQN) -> None:
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
+    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on a GPU (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     if next(agent.parameters()).is_cpu:
         # Inductor sums the gradients of a layer norm's weights over the batch column by column,

@@ -6,8 +6,9 @@
 The updates are traced on the CPU, then every tensor of the graph becomes a fake one on CUDA. Of
 that Inductor writes Triton kernels, and Triton compiles them with the ptxas that it brings along:
 for each kernel the first configuration's registers and bytes of stack, where spills go. None is
-run. To be started by hand: it takes a minute and the place of functions of torch and of Triton
-that are not public, as they are in torch 2.13 and triton 3.8.
+run. First HalfCheetah's sizes, then Pendulum's in small batches, with which torch 2.11 fails where
+it may order loops anew. To be started by hand: it takes a minute and the place of functions of
+torch and of Triton that are not public, as they are in torch 2.11 and 2.13, triton 3.6 and 3.8.
 """
 
 import copy
@@ -31,7 +32,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.virtualized import V
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import tree_map
 from triton.backends.compiler import GPUTarget
@@ -39,11 +40,13 @@ from triton.backends.compiler import GPUTarget
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from leanrl import sac_continuous_action_torchcompile as script  # noqa: E402
 
-CUDA, OBS, A, B = torch.device("cuda", 0), 17, 6, 256
+CUDA = torch.device("cuda", 0)
+SIZES = {"HalfCheetah": (17, 6, 256), "Pendulum": (3, 1, 32)}  # observation, action, batch
 
 
-def trace() -> dict[str, tuple]:
+def trace(task: str) -> dict[str, tuple]:
     """The graphs of SAC's updates as they are on a CPU, and example inputs of each."""
+    obs_dim, action_dim, batch_size = SIZES[task]
     traced, real_compile = [], torch.compile
 
     def keep(graph, inputs):
@@ -52,15 +55,20 @@ def trace() -> dict[str, tuple]:
 
     backend = aot_autograd(fw_compiler=keep, decompositions=select_decomp_table())
     torch.compile = lambda *args, **kwargs: real_compile(*args, **kwargs | {"backend": backend})
-    space = gym.spaces.Box(-np.ones(A, np.float32), np.ones(A, np.float32))
-    agent = script.SAC(script.Args(), OBS, space, torch.device("cpu"))
+    bound = np.ones(action_dim, np.float32)
+    space = gym.spaces.Box(-bound, bound)
+    agent = script.SAC(script.Args(), obs_dim, space, torch.device("cpu"))
     script.compile_agent(agent)
     torch._inductor.config.cpp_wrapper = False  # as the script has it on a GPU
-    obs, next_obs, noise, actions = (torch.rand(B, size) for size in (OBS, OBS, A, A))
+    sizes = obs_dim, obs_dim, action_dim, action_dim
+    obs, next_obs, noise, actions = (torch.rand(batch_size, size) for size in sizes)
     rows = {"obs": obs, "next_obs": next_obs, "actions": actions}
-    batch = script.Batch(**{name: rows.get(name, torch.zeros(B)) for name in script.Batch._fields})
+    zeros = torch.zeros(batch_size)
+    batch = script.Batch(**{name: rows.get(name, zeros) for name in script.Batch._fields})
     agent.update_critic(batch, noise)
     agent.update_actor(obs, noise)
+    torch.compile = real_compile
+    torch._dynamo.reset()  # else sizes of the next task become symbols
     return dict(zip(("update_critic", "update_actor"), traced, strict=True))
 
 
@@ -94,6 +102,7 @@ def pretend(capability: int) -> None:
     driver = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
     triton.runtime.driver.set_active(driver)
     triton_helpers.set_driver_to_gpu = lambda: None
+    fake_tensor.init_gpu_context = lambda *_: None
 
 
 def generate(graph: torch.fx.GraphModule, inputs: list) -> str:
@@ -143,9 +152,10 @@ def report(code: str) -> None:
 if __name__ == "__main__":
     torch._inductor.config.fx_graph_cache = False
     torch._inductor.config.use_static_triton_launcher = False
-    traced = trace()
+    traced = {task: trace(task) for task in SIZES}
     pretend(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
-    for name, (graph, inputs) in traced.items():
-        code = generate(graph, inputs)
-        print(f"{name}: {code.count('extern_kernels.')} calls of libraries")
-        report(code)
+    for task, graphs in traced.items():
+        for name, (graph, inputs) in graphs.items():
+            code = generate(graph, inputs)
+            print(f"{task}, {name}: {code.count('extern_kernels.')} calls of libraries")
+            report(code)

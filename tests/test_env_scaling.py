@@ -161,16 +161,22 @@ def test_a_quick_study_from_end_to_end(tmp_path, monkeypatch, capsys):
     def fail(num_envs):
         raise ValueError("no kernel for cpu: no compiler")
 
-    monkeypatch.setattr(env_scaling, "ARMS", [*arms, env_scaling.Arm("broken", fail, 64)])
+    def misfit(num_envs):
+        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+    broken = [env_scaling.Arm("a misfit", misfit, 1), env_scaling.Arm("broken", fail, 64)]
+    monkeypatch.setattr(env_scaling, "ARMS", [*arms, *broken])
     assert env_scaling.main(["--quick", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     record = json.loads((tmp_path / "env_scaling.json").read_text())
     assert record["bytes_per_second"]["cpu"] > 1e8
     rows = record["rows"]
     assert {row["num_envs"] for row in rows if row["arm"] == names[0]} == {1, 64, 4096}
-    counts = {len(row["seconds"]) for row in rows if row["arm"] != "broken"}
+    counts = {len(row["seconds"]) for row in rows if "failed" not in row}
     assert counts == {env_scaling.SAMPLES}
-    assert [row["failed"] for row in rows[-2:]] == ["no kernel for cpu: no compiler"] * 2
+    failed = ["module 'numpy' has no attribute 'row_stack'"]
+    failed += ["no kernel for cpu: no compiler"] * 2
+    assert [row["failed"] for row in rows[-3:]] == failed
     if not torch.cuda.is_available():
         assert "skipped: kernel, TPB 64: no CUDA device" in said
     report = (tmp_path / "env_scaling.md").read_text()
@@ -219,3 +225,17 @@ def test_the_search_over_block_sizes_by_hand(tmp_path):
     assert [ax.get_title() for ax in figure.axes] == ["kernel", "Numba-CUDA"]
     figure.savefig(tmp_path / "blocks.png")
     assert env_report.blocks({"rows": rows[-1:], "machine": {"gpu": None}}) is None
+
+
+def test_one_arm_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(env_scaling, "NUMBERS", [1, 32, 1024])
+    monkeypatch.setattr(env_scaling, "measure_limits", dict)
+    words = ["--only", "Gymnasium sync", "--seconds", "0.01", "--out", str(tmp_path)]
+    assert env_scaling.main(words) == 0
+    record = json.loads((tmp_path / "env_scaling.json").read_text())
+    found = [(row["arm"], row["num_envs"]) for row in record["rows"]]
+    assert found == [("Gymnasium sync", n) for n in (1, 32, 1024)]
+    assert record["command"].endswith("--only 'Gymnasium sync' --seconds 0.01")
+    with pytest.raises(SystemExit):
+        env_scaling.main(["--only", "none", "--out", str(tmp_path)])
+    assert "--only 'none' matches none of: SB3 SubprocVecEnv, Gymnasium" in capsys.readouterr().err

@@ -43,6 +43,8 @@ PACKAGES = ["torch", "gymnasium", "numpy", "envpool", "stable-baselines3", "numb
 BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
 CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length
 POOL = 16  # sets of random actions, used in turn
+# a package that fits another version of NumPy, say, fails when it is imported
+UNUSABLE = (ValueError, ImportError, AttributeError)
 
 
 class Stepper(NamedTuple):
@@ -262,8 +264,8 @@ def measure_steps(
                     row["seconds"] = time_steps(stepper, seconds)
                 median = statistics.median(row["seconds"])
                 said = f"{1e6 * median:,.1f} us"
-            except (RuntimeError, MemoryError, OSError, ValueError) as error:
-                # it does not fit, or its kernel does not compile
+            except (RuntimeError, MemoryError, OSError, *UNUSABLE) as error:
+                # it does not fit, its kernel does not compile, or its package is broken
                 said = row["failed"] = " ".join(str(error).split())[:200]
             print(f"{arm.name}, {num_envs:,}: {said}", flush=True)
             rows.append(row)
