@@ -80,7 +80,10 @@ def describe_turning(fit: dict, seconds: dict[int, float]) -> str:
 
 
 def by_threads(rows: list[dict], family: str) -> dict[int, dict[int, float]]:
-    """{environments: {threads per block: median seconds}} of "kernel, TPB" or of Numba's."""
+    """{environments: {threads per block: median seconds}} of "kernel, TPB" or of Numba's.
+
+    Where only one number of threads was measured, there is nothing to compare.
+    """
     found: dict = {}
     for arm in arms(rows):
         start, _, threads = arm.rpartition(" ")
@@ -88,7 +91,7 @@ def by_threads(rows: list[dict], family: str) -> dict[int, dict[int, float]]:
             continue
         for num_envs, seconds in medians(rows, arm).items():
             found.setdefault(num_envs, {})[int(threads)] = seconds
-    return found
+    return {num_envs: seconds for num_envs, seconds in found.items() if len(seconds) > 1}
 
 
 def describe_threads(rows: list[dict]) -> list[str]:

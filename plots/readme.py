@@ -56,6 +56,7 @@ PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid
 }
 
 
+SHOWN_PHYSICS = ("HalfCheetah-v5", "Humanoid-v5")
 READ = []  # the records so far: what is lacking, the last one lacks
 
 
@@ -85,23 +86,19 @@ def speedup() -> str:
     found = record("speedup_cpu")
     rows = {(row["script"], row["row"]): row for row in found["rows"]}
     scripts = dict.fromkeys(script for script, _ in rows)
-    heading = ["script", "baseline", "`--compile`", "`--cudagraphs`, alone and with it"]
-    heading += ["overall", "earlier", "warm-up s"]
-    table = [heading]
+    table = [["script", "baseline", "`--compile`", "overall", "earlier", "warm-up s"]]
     for script in sorted(scripts, key=lambda name: "gpu" in name):
         mine = {row: rows[script, row] for row in ROWS}
         speeds = {}
         for name, row in mine.items():
             if "sps_steady" in row:
                 speeds[name] = with_range(row["sps_steady"])
-        captured = [speeds[name] for name in speeds if "cudagraphs" in name]
         best = [row for row in mine.values() if "speedup" in row][-1]
         table.append(
             [
                 f"`{script}`",
                 speeds.get("baseline", NOT_MEASURED),
                 speeds.get("compile", NOT_MEASURED),
-                " ".join(captured) or NOT_MEASURED,
                 f"**{best['speedup']:.2f}x**",
                 other.get((script, best["row"]), NOT_MEASURED),
                 f"{best['warmup_seconds']['first']:.1f}",
@@ -111,6 +108,40 @@ def speedup() -> str:
     said = f"Environment steps/s after the warm-up, seeds per row: {seeds}, on "
     said += f"{where(found['machine'])} (`speedup_cpu.md`); earlier: on another day, by the "
     said += "scripts of that day (`speedup_earlier_cpu.md`)."
+    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+
+
+def gpu() -> str:
+    """The same on a GPU, and how busy that is."""
+    found = record("speedup_h200")
+    speeds = {}
+    for row in found["rows"]:
+        if "sps_steady" in row:
+            speeds[row["script"], row["row"]] = row["sps_steady"]["mean"]
+    early, whole = record("ppo_mujoco_halfcheetah_h200")["runs"]  # `early` was ended
+    speeds["ppo_mujoco_gpu", "baseline"] = early["stages"]["sps_steady"]
+    busy = {}
+    for row in record("utilization_h200")["rows"]:
+        if "GPU" in row:
+            busy[row["script"], row["row"]] = f"{row['GPU']['mean']:.0f}%"
+    rows = ("baseline", "compile", "cudagraphs", "compile+cudagraphs")
+    heading = ["script", "baseline", "`--compile`", "`--cudagraphs`", "both", "overall"]
+    table = [[*heading, "GPU busy: baseline", "both"]]
+    for script in dict.fromkeys(script for script, _ in speeds):
+        mine = [speeds.get((script, row)) for row in rows]
+        shares = [busy.get((script, row), "-") for row in (rows[0], rows[-1])]
+        cells = [short(speed) if speed else "-" for speed in mine]
+        table.append([f"`{script}`", *cells, f"**{mine[-1] / mine[0]:.1f}x**", *shares])
+    (peer,) = record("leanrl_h200")["rows"]
+    late = [point for point in peer["points"] if point[0] >= 1000]
+    steps, seconds = np.ptp(late, axis=0)
+    said = f"Environment steps/s after the warm-up, one run each, on {where(found['machine'])} "
+    said += "(`speedup_h200.md`, `utilization_h200.md`); -: not measured. PPO on 4,096 worlds of "
+    said += "mujoco_warp, its baseline ended early; its return in training was "
+    said += f"{short(whole['mean_return_last_10'])} after {whole['stages']['wall_seconds']:.0f} s, "
+    said += f"{whole['episodic_returns'][-1][-1]:.0f} without set-up and the compilation of "
+    said += "physics. TD3 of Meta's LeanRL, compiled and captured: "
+    said += f"{short(steps / seconds)} (`leanrl_h200.json`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -163,23 +194,6 @@ def ratio_with_range(ratios: list[float]) -> str:
     return f"**{statistics.median(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def tricks() -> str:
-    """What the variants lose without one trick, the most valuable first; half or more.
-
-    A trick counts that was worth something in every round.
-    """
-    rows = []
-    for algorithm in ("ppo", "td3", "sac"):
-        for line in record(f"{algorithm}_ablation_cpu")["rows"]:
-            worth = line.get("worth_us")
-            if worth and worth["min"] > 0 and line["of_whole"] <= 0.5:
-                cells = [line["without"], algorithm.upper(), f"{line['of_whole']:.2f}x"]
-                rows.append((line["of_whole"], [*cells, f"{worth['median']:,.0f}"]))
-    table = [["trick", "script", "speed without it", "us per step"]]
-    table += [cells for _, cells in sorted(rows)]
-    return f"{as_markdown(table, labels=2)}\n"
-
-
 def physics() -> str:
     """Whole steps/s of MuJoCo's worlds without a policy, beside EnvPool's."""
     found = record("physics_cpu")
@@ -188,7 +202,7 @@ def physics() -> str:
     for cores in (1, 2):
         counted = "1 core" if cores == 1 else f"{cores} cores"
         table[0] += [f"{counted}: ours", "EnvPool", "of EnvPool"]
-    for task, worlds in dict.fromkeys(key[:2] for key in rows):
+    for task, worlds in dict.fromkeys(key[:2] for key in rows if key[0] in SHOWN_PHYSICS):
         line = [task, f"{worlds:,}"]
         for cores in (1, 2):
             row = rows[task, worlds, cores]
@@ -359,7 +373,15 @@ def environments() -> str:
         turning = env_report.describe_turning(fit, seconds) if fit else "-"
         table.append([arm, *env_report.speeds(seconds, shown), turning])
     most = found["bytes_per_second"]["cpu"] / env_report.STEP_BYTES
-    said = f"Memory allows {env_report.short(most)} steps/s; processes end at 32."
+    said = f"Memory allows {env_report.short(most)} steps/s; processes end at 32. On an H200 "
+    said += "(`env_scaling_h200.md`) a million take "
+    fastest = []
+    on_gpu = record("env_scaling_h200")
+    for arm in ("tensors, GPU", "tensors compiled, GPU"):
+        seconds = env_report.medians(on_gpu["rows"], arm)
+        fastest.append(f"{env_report.short(1_048_576 / seconds[1_048_576])} ({arm[:-5]})")
+    most = on_gpu["bytes_per_second"]["cuda"] / env_report.STEP_BYTES
+    said += f"{' and '.join(fastest)} steps/s of {env_report.short(most)} that its memory allows."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -390,7 +412,7 @@ def devices() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
 
-FUNCTIONS = (race, speedup, field, learning, worlds, tricks, overhead, environments)
+FUNCTIONS = (race, speedup, gpu, field, learning, worlds, overhead, environments)
 FUNCTIONS += (devices, physics)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 

@@ -252,6 +252,7 @@ def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
 def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
     """A bar per row, as high as its speed-up, a group per script: speedup.png and .svg."""
     import curves
+    import env_report
     from matplotlib import pyplot as plt
 
     rows = [row for row in rows if row.get("speedup")]
@@ -263,7 +264,9 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
         place = mine.index(row["row"]) - (len(mine) - 1) / 2
         x = scripts.index(row["script"]) + place * width
         ax.bar(x, row["speedup"], 0.95 * width, color=curves.COLOURS[row["row"]])
-        said = f"{row['row']}\n{row['speedup']:.2f}x\n{row['sps_steady']['mean']:,.0f}/s"
+        name = row["row"].replace("+", "+\n")
+        speed = env_report.short(row["sps_steady"]["mean"])
+        said = f"{name}\n{row['speedup']:.2f}x\n{speed}/s"
         ax.annotate(said, (x, row["speedup"]), ha="center", va="bottom", fontsize=7)
     ax.set_xticks(range(len(scripts)), [run_dirs.label(script) for script in scripts])
     ax.set_ylabel("steps/s, baseline = 1")
