@@ -121,7 +121,9 @@ def gpu() -> str:
     early, whole = record("ppo_mujoco_halfcheetah_h200")["runs"]  # `early` was ended
     speeds["ppo_mujoco_gpu", "baseline"] = early["stages"]["sps_steady"]
     busy = {}
+    windows = []
     for row in record("utilization_h200")["rows"]:
+        windows.append(row["window"])
         if "GPU" in row:
             busy[row["script"], row["row"]] = f"{row['GPU']['mean']:.0f}%"
     rows = ("baseline", "compile", "cudagraphs", "compile+cudagraphs")
@@ -135,7 +137,8 @@ def gpu() -> str:
     (peer,) = record("leanrl_h200")["rows"]
     late = [point for point in peer["points"] if point[0] >= 1000]
     steps, seconds = np.ptp(late, axis=0)
-    said = f"Environment steps/s after the warm-up, one run each, on {where(found['machine'])} "
+    said = "Environment steps/s after the warm-up, one run each with a window of "
+    said += f"{min(windows):.0f} to {max(windows):.0f} s, on {where(found['machine'])} "
     said += "(`speedup_h200.md`, `utilization_h200.md`); -: not measured. PPO on 4,096 worlds of "
     said += "mujoco_warp, its baseline ended early; its return in training was "
     said += f"{short(whole['mean_return_last_10'])} after {whole['stages']['wall_seconds']:.0f} s, "

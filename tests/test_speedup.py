@@ -317,6 +317,27 @@ def test_the_protocols_find_every_pair():
     assert job.steps == 70 and job.command[-2:] == ["--total-timesteps", "70"]
 
 
+def test_the_quick_runs_are_longer_on_a_gpu():
+    quick = {"quick": True, "full": False, "only": None, "seeds": None, "steps": None}
+    options = argparse.Namespace(**quick, tiny=False)
+    steps = []
+    for cuda in (False, True):
+        found = {}
+        for job in speedup.plan(options, cuda):
+            if speedup.TRACED[0] not in job.command:
+                found.setdefault(job.row, {})[job.script] = job.steps
+        steps.append(found)
+    on_cpu, on_gpu = steps
+    assert on_cpu.keys() == {"baseline", "compile"}
+    assert on_gpu.keys() == {*on_cpu, "cudagraphs", "compile+cudagraphs"}
+    for rows, scripts in ((on_cpu, {*speedup.QUICK[1:]}), (on_gpu, {*speedup.QUICK})):
+        assert all(found.keys() == scripts for found in rows.values())  # SAC's trace is enough
+    assert on_gpu["baseline"]["ppo_cartpole_gpu"] > 4 * on_cpu["baseline"]["ppo_cartpole_gpu"]
+    options.tiny = True
+    tiny = {job.steps for job in speedup.plan(options, cuda=True)}
+    assert max(tiny) < 50_000
+
+
 def test_an_interrupt_ends_the_running_child(tmp_path):
     mark, log = tmp_path / "ended cleanly", tmp_path / "log"
     child = (
