@@ -29,6 +29,9 @@ from typing import Literal, NamedTuple
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
+# speed: tensordict need not log each graph that it captures
+os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
+
 import gymnasium as gym
 import numpy as np
 import torch
