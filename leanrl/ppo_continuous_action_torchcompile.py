@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
-# speed: tensordict need not log each graph that it captures
+# speed: tensordict would log two lines for each graph that it captures, amid the progress
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
 import gymnasium as gym
@@ -450,7 +450,7 @@ class PPO(nn.Module):
         self.register_buffer("learning_rate", learning_rate)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
         flat = nn.utils.parameters_to_vector(self.parameters())
-        self.flat = flat.detach().requires_grad_()
+        self.flat = flat.detach().requires_grad_()  # in `update` torch 2.11 could not compile it
         nn.utils.vector_to_parameters(self.flat, self.parameters())
         self.shapes = {}
         for name, parameter in self.model.named_parameters():
@@ -557,7 +557,7 @@ def compile_agent(agent: PPO) -> None:
     torch.set_num_threads(1)  # layers of 64 are too small to share
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
-    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on a GPU (torch 2.11)
+    torch._inductor.config.loop_ordering_after_fusion = False  # True: no GPU's code (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     torch._inductor.config.cpp_wrapper = on_cpu  # C++ calls kernels faster
     agent.update = torch.compile(agent.update, fullgraph=True)

@@ -39,7 +39,7 @@ from typing import Literal, NamedTuple
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
-# speed: tensordict need not log each graph that it captures
+# speed: tensordict would log two lines for each graph that it captures, amid the progress
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
 import envpool
@@ -427,7 +427,7 @@ def compile_agent(agent: PQN) -> None:
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
-    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on a GPU (torch 2.11)
+    torch._inductor.config.loop_ordering_after_fusion = False  # True: no GPU's code (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     if next(agent.parameters()).is_cpu:
         # Inductor sums the gradients of a layer norm's weights over the batch column by column,

@@ -11,6 +11,7 @@ import curves
 import matplotlib.pyplot as plt
 import numpy as np
 import run_dirs
+from run_dirs import in_units
 
 # per environment: state, length, random seed (shared), action read; state, length, observation,
 # final observation, reward, return, final length, terminated, truncated and ended written
@@ -113,17 +114,9 @@ def describe_threads(rows: list[dict]) -> list[str]:
 # The table
 
 
-def short(number: float) -> str:
-    """1.23 M rather than 1,234,567."""
-    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
 def speeds(seconds: dict[int, float], numbers: list[int]) -> list[str]:
     """Steps/s with so many environments."""
-    return [short(n / seconds[n]) if n in seconds else "-" for n in numbers]
+    return [in_units(n / seconds[n]) if n in seconds else "-" for n in numbers]
 
 
 def cells(record: dict) -> list[list[str]]:
@@ -203,7 +196,7 @@ def throughput(record: dict):
 
 
 def blocks(record: dict):
-    """Seconds of a step against threads per block: a panel per family; None without a GPU."""
+    """Seconds of a step against threads per block, a panel per family; None if one is all."""
     rows = record["rows"]
     known = {family: by_threads(rows, family) for family in SHADES}
     known = {family: found for family, found in known.items() if found}
@@ -234,9 +227,11 @@ def write(record: dict, stem: Path) -> None:
     """Prints and writes NAME.md and NAME.json, and draws NAME_throughput and NAME_blocks."""
     title = f"CartPole-v1, its steps against their number: {record['command']}"
     above = [title, *run_dirs.describe(record["machine"])]
+    if "note" in record:
+        above.append(record["note"])
     below = []
     for device, rate in record["bytes_per_second"].items():
-        below.append(f"{device}: {short(rate)} bytes/s copied")
+        below.append(f"{device}: {in_units(rate)} bytes/s copied")
     below += describe_threads(record["rows"])
     curves.save(throughput(record), stem.with_name(f"{stem.name}_throughput"))
     if figure := blocks(record):

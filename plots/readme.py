@@ -4,8 +4,9 @@
     python plots/readme.py --check  exit status 1 if README.md says something else
 
 README has regions, `<!-- record: NAME -->` to `<!-- end -->`; the functions here of that NAME make
-their text; rows that a record lacks are called not measured. A test runs --check, and another one
-refuses numbers of speed outside of the regions. CleanRL's returns are its documentation's.
+their text; what a record lacks is called not measured, or is a dash. A test runs --check, and
+another one refuses numbers of speed outside of the regions. CleanRL's returns are its
+documentation's.
 """
 
 import re
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import run_dirs
-from run_dirs import ROOT, ROWS, as_markdown, processor, short, shown, with_range
+from run_dirs import ROOT, as_markdown, in_units, processor, short, shown, with_range
 
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -56,7 +57,6 @@ PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid
 }
 
 
-SHOWN_PHYSICS = ("HalfCheetah-v5", "Humanoid-v5")
 READ = []  # the records so far: what is lacking, the last one lacks
 
 
@@ -73,7 +73,9 @@ def where(machine: dict) -> str:
     """The hardware, and what else a speed depends on."""
     cpu = machine["cpu"]
     vectors = f", {cpu['vectors']}" if cpu.get("vectors") else ""
-    place = machine["gpu"] or f"{processor(cpu)}{vectors}, no GPU"
+    place = f"{processor(cpu)}{vectors}, no GPU"
+    if machine["gpu"]:
+        place = f"{machine['gpu']} and {processor(cpu)}"
     return f"{place}; Python {machine['python']}, torch {machine['versions']['torch']}"
 
 
@@ -88,17 +90,12 @@ def speedup() -> str:
     scripts = dict.fromkeys(script for script, _ in rows)
     table = [["script", "baseline", "`--compile`", "overall", "earlier", "warm-up s"]]
     for script in sorted(scripts, key=lambda name: "gpu" in name):
-        mine = {row: rows[script, row] for row in ROWS}
-        speeds = {}
-        for name, row in mine.items():
-            if "sps_steady" in row:
-                speeds[name] = with_range(row["sps_steady"])
-        best = [row for row in mine.values() if "speedup" in row][-1]
+        baseline, best = rows[script, "baseline"], rows[script, "compile"]
         table.append(
             [
                 f"`{script}`",
-                speeds.get("baseline", NOT_MEASURED),
-                speeds.get("compile", NOT_MEASURED),
+                with_range(baseline["sps_steady"]),
+                with_range(best["sps_steady"]),
                 f"**{best['speedup']:.2f}x**",
                 other.get((script, best["row"]), NOT_MEASURED),
                 f"{best['warmup_seconds']['first']:.1f}",
@@ -112,40 +109,53 @@ def speedup() -> str:
 
 
 def gpu() -> str:
-    """The same on a GPU, and how busy that is."""
+    """The speed-up table of a GPU, and the share of the time that it is busy."""
     found = record("speedup_h200")
+    early, whole = record("ppo_mujoco_halfcheetah_h200")["runs"]  # `early` was ended
+    (peer,) = record("leanrl_h200")["rows"]
     speeds = {}
+    warmup = {}
     for row in found["rows"]:
         if "sps_steady" in row:
             speeds[row["script"], row["row"]] = row["sps_steady"]["mean"]
-    early, whole = record("ppo_mujoco_halfcheetah_h200")["runs"]  # `early` was ended
-    speeds["ppo_mujoco_gpu", "baseline"] = early["stages"]["sps_steady"]
-    busy = {}
+            warmup[row["script"]] = row["warmup_seconds"]["first"]  # of the last, which is captured
     windows = []
+    busy = {}
     for row in record("utilization_h200")["rows"]:
         windows.append(row["window"])
         if "GPU" in row:
-            busy[row["script"], row["row"]] = f"{row['GPU']['mean']:.0f}%"
-    rows = ("baseline", "compile", "cudagraphs", "compile+cudagraphs")
-    heading = ["script", "baseline", "`--compile`", "`--cudagraphs`", "both", "overall"]
-    table = [[*heading, "GPU busy: baseline", "both"]]
+            busy[row["script"], row["row"]] = row["GPU"]["mean"]
+    of_worlds = ("ppo_mujoco_gpu", "baseline")
+    speeds[of_worlds] = early["stages"]["sps_steady"]
+    busy[of_worlds] = statistics.mean(share for _, share in early["stages"]["nvml_percent"])
+    heading = ["script", "baseline", "`--compile`", "and `--cudagraphs`", "overall", "warm-up s"]
+    table = [[*heading, "GPU busy: baseline", "captured"]]
     for script in dict.fromkeys(script for script, _ in speeds):
+        rows = ("baseline", "compile", "compile+cudagraphs")
         mine = [speeds.get((script, row)) for row in rows]
-        shares = [busy.get((script, row), "-") for row in (rows[0], rows[-1])]
-        cells = [short(speed) if speed else "-" for speed in mine]
-        table.append([f"`{script}`", *cells, f"**{mine[-1] / mine[0]:.1f}x**", *shares])
-    (peer,) = record("leanrl_h200")["rows"]
-    late = [point for point in peer["points"] if point[0] >= 1000]
-    steps, seconds = np.ptp(late, axis=0)
-    said = "Environment steps/s after the warm-up, one run each with a window of "
-    said += f"{min(windows):.0f} to {max(windows):.0f} s, on {where(found['machine'])} "
-    said += "(`speedup_h200.md`, `utilization_h200.md`); -: not measured. PPO on 4,096 worlds of "
-    said += "mujoco_warp, its baseline ended early; its return in training was "
-    said += f"{short(whole['mean_return_last_10'])} after {whole['stages']['wall_seconds']:.0f} s, "
-    said += f"{whole['episodic_returns'][-1][-1]:.0f} without set-up and the compilation of "
-    said += "physics. TD3 of Meta's LeanRL, compiled and captured: "
-    said += f"{short(steps / seconds)} (`leanrl_h200.json`)."
-    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+        cells = [in_units(speed) if speed else "-" for speed in mine]
+        cells += [f"**{mine[-1] / mine[0]:.1f}x**", f"{warmup[script]:.0f}"]
+        for row in ("baseline", "compile+cudagraphs"):
+            share = busy.get((script, row))
+            cells.append(f"{share:.0f}%" if share else "-")
+        table.append([f"`{script}`", *cells])
+    steps, seconds = np.ptp(peer["points"], axis=0)
+    ours = speeds["td3_continuous_action", "compile+cudagraphs"]
+    took = whole["stages"]["wall_seconds"]
+    setup = took - whole["episodic_returns"][-1][-1]
+    captured = in_units(speeds["ppo_cartpole_gpu", "cudagraphs"])
+    said = f"""Environment steps/s after the warm-up, one run each with a window of
+    {min(windows):.1f} to {max(windows):.0f} s, on {where(found["machine"])}
+    (`speedup_h200.md`); the warm-up is of the captured run, with a cache of the compiler that was
+    empty for CartPole and worlds alone; busy: NVML, every second; -: not measured. CartPole
+    captured but not compiled: {captured}. PPO's baseline ran first, while files were unpacked on
+    other cores. `ppo_mujoco_gpu` is 4,096 worlds of mujoco_warp; the baseline was ended half way;
+    the captured run returned {short(whole["mean_return_last_10"])} in training after
+    {in_units(whole["episodic_returns"][-1][0])} steps and {took:.0f} s, of which {setup:.0f} s are
+    set-up and the compilation of physics (`ppo_mujoco_halfcheetah_h200.json`). Meta's LeanRL: of
+    four scripts TD3 alone ran through with these versions, {short(steps / seconds)} where ours made
+    {short(ours)} (`leanrl_h200.json`)."""
+    return f"{as_markdown(table, labels=1)}\n\n{' '.join(said.split())}\n"
 
 
 FIELD = {  # algorithm -> records: of several days where there are several
@@ -195,6 +205,9 @@ def field() -> str:
 
 def ratio_with_range(ratios: list[float]) -> str:
     return f"**{statistics.median(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+SHOWN_PHYSICS = ("HalfCheetah-v5", "Humanoid-v5")
 
 
 def physics() -> str:
@@ -376,15 +389,15 @@ def environments() -> str:
         turning = env_report.describe_turning(fit, seconds) if fit else "-"
         table.append([arm, *env_report.speeds(seconds, shown), turning])
     most = found["bytes_per_second"]["cpu"] / env_report.STEP_BYTES
-    said = f"Memory allows {env_report.short(most)} steps/s; processes end at 32. On an H200 "
-    said += "(`env_scaling_h200.md`) a million take "
-    fastest = []
+    said = f"Memory allows {in_units(most)} steps/s; processes end at 32. On an H200 a million "
     on_gpu = record("env_scaling_h200")
-    for arm in ("tensors, GPU", "tensors compiled, GPU"):
-        seconds = env_report.medians(on_gpu["rows"], arm)
-        fastest.append(f"{env_report.short(1_048_576 / seconds[1_048_576])} ({arm[:-5]})")
+    made = {}
+    for arm in env_report.arms(on_gpu["rows"]):
+        (made[arm],) = env_report.speeds(env_report.medians(on_gpu["rows"], arm), shown[-1:])
     most = on_gpu["bytes_per_second"]["cuda"] / env_report.STEP_BYTES
-    said += f"{' and '.join(fastest)} steps/s of {env_report.short(most)} that its memory allows."
+    said += f"environments make {made['tensors, GPU']} steps/s as tensors, "
+    said += f"{made['tensors compiled, GPU']} compiled and {made['kernel, TPB 1']} as a kernel "
+    said += f"with one thread per block; memory allows {in_units(most)} (`env_scaling_h200.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 

@@ -654,6 +654,14 @@ def short(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
+def in_units(x: float) -> str:
+    """1.23 M rather than 1,234,567."""
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(x) >= size:
+            return f"{x / size:.3g}{unit}"
+    return f"{x:.3g}"
+
+
 def with_range(spread: dict, middle: str = "mean") -> str:
     """The middle of a `spread` and, if there is one, its range."""
     low, high = short(spread["min"]), short(spread["max"])

@@ -6,9 +6,10 @@
 The updates are traced on the CPU, then every tensor of the graph becomes a fake one on CUDA. Of
 that Inductor writes Triton kernels, and Triton compiles them with the ptxas that it brings along:
 for each kernel the first configuration's registers and bytes of stack, where spills go. None is
-run. First HalfCheetah's sizes, then Pendulum's in small batches, with which torch 2.11 fails where
-it may order loops anew. To be started by hand: it takes a minute and the place of functions of
-torch and of Triton that are not public, as they are in torch 2.11 and 2.13, triton 3.6 and 3.8.
+run. First HalfCheetah's sizes, then Pendulum's in small batches, with which torch 2.11 fails if
+`loop_ordering_after_fusion` is true. To be started by hand: it takes a minute and the place of
+functions of torch and of Triton that are not public, as they are in torch 2.11 and 2.13, triton 3.6
+and 3.8.
 """
 
 import copy

@@ -253,7 +253,7 @@ RECORDS = {  # region: a record of it, and what that may lack
     "field": ("td3_field_cpu", "rounds"),
     "learning": ("ppo_halfcheetah_1m_baseline_cpu", "runs"),
     "worlds": ("ppo_mujoco_ant_cpu", "runs"),
-    "tricks": ("td3_ablation_cpu", "rows"),
+    "gpu": ("speedup_h200", "rows"),
     "overhead": ("overhead_cpu", "rows"),
     "environments": ("env_scaling_cpu", "bytes_per_second"),
     "devices": ("devices_continuous_cpu", "machine"),
@@ -262,6 +262,7 @@ RECORDS = {  # region: a record of it, and what that may lack
 
 def test_a_damaged_record_is_named(tmp_path, monkeypatch):
     """In one line, as the one that is not there, and nothing is written."""
+    assert RECORDS.keys() == readme.REGIONS.keys()
     shutil.copytree(ROOT / "plots/results", tmp_path / "r", ignore=shutil.ignore_patterns("*.png"))
     monkeypatch.setattr(readme, "RESULTS", tmp_path / "r")
     monkeypatch.setattr(readme, "ROOT", tmp_path)

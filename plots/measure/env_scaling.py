@@ -43,8 +43,8 @@ PACKAGES = ["torch", "gymnasium", "numpy", "envpool", "stable-baselines3", "numb
 BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
 CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length
 POOL = 16  # sets of random actions, used in turn
-# a package that fits another version of NumPy, say, fails when it is imported
-UNUSABLE = (ValueError, ImportError, AttributeError)
+# it does not fit, its kernel does not compile, or its package wants another version of NumPy
+UNUSABLE = (RuntimeError, MemoryError, OSError, ValueError, ImportError, AttributeError)
 
 
 class Stepper(NamedTuple):
@@ -264,8 +264,7 @@ def measure_steps(
                     row["seconds"] = time_steps(stepper, seconds)
                 median = statistics.median(row["seconds"])
                 said = f"{1e6 * median:,.1f} us"
-            except (RuntimeError, MemoryError, OSError, *UNUSABLE) as error:
-                # it does not fit, its kernel does not compile, or its package is broken
+            except UNUSABLE as error:
                 said = row["failed"] = " ".join(str(error).split())[:200]
             print(f"{arm.name}, {num_envs:,}: {said}", flush=True)
             rows.append(row)
@@ -278,21 +277,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out")
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     parser.add_argument("--only", metavar="GLOB", help="the arms that match")
-    parser.add_argument("--seconds", type=float, help="of a point's samples, else 0.5")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a point, without --quick")
     options = parser.parse_args(arguments)
+    names = ["quick", "only"] if options.quick else ["only", "seconds"]
     arms = [arm for arm in ARMS if fnmatch.fnmatch(arm.name, options.only or "*")]
     if not arms:
         parser.error(f"--only {options.only!r} matches none of: {', '.join(a.name for a in ARMS)}")
     record = {
         "schema": 2,
-        "command": processes.call("env_scaling.py", options, "quick", "only", "seconds"),
+        "command": processes.call("env_scaling.py", options, *names),
         "machine": run_dirs.measured_here(torch.get_num_threads(), PACKAGES),
         "bytes_per_second": measure_limits(),
     }
     if options.quick:
         record |= measure_steps(arms, [1, 64, 4096], seconds=0.05)
     else:
-        record |= measure_steps(arms, NUMBERS, options.seconds or 0.5)
+        record |= measure_steps(arms, NUMBERS, options.seconds)
     import env_report  # which draws, so that --help need not wait for that
 
     env_report.write(record, options.out / "env_scaling")

@@ -7,7 +7,7 @@
 
 Every run is a process of its own, one at a time, and the rows take turns (A B C, A B C), so that
 the drift of a shared machine hits all alike; round n has seed n. --quick makes runs that are too
-short to learn anything, on a GPU longer ones, and leaves out the row eager. --full goes on where it
+short to learn anything, longer ones on a GPU, and leaves out the row eager. --full goes on where it
 stopped: a run that is finished, with the same command, on the same machine and versions, by a
 script that has not changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches, of all
 scripts and rows. What a step's time is spent on comes from a short run per row that is traced. Its
@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import processes
 import run_dirs
-from run_dirs import ROOT, ROWS, VARIANT, Run, read_runs, shown, spread, this_machine
+from run_dirs import ROOT, ROWS, VARIANT, Run, in_units, read_runs, shown, spread, this_machine
 
 QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
 TRACED = ["--stopwatch", "trace"]
@@ -52,7 +52,6 @@ class Lengths(NamedTuple):
     quick: str | None  # where the traced run's window is too short to tell a speed
     traced: str  # just long enough for the steady window and the trace
     speed: int
-    gpu: str  # in place of quick, where all rows are up to 17 times as fast
 
 
 TINY = {  # flags of a rehearsal, in which a step takes a hundred times as long
@@ -61,11 +60,9 @@ TINY = {  # flags of a rehearsal, in which a step takes a hundred times as long
     "ppo_cartpole_gpu": "--num-envs 64 --num-steps 16 --total-timesteps 40960",
 }
 EARLY = "--learning-starts 100 --total-timesteps 800"
-OFF_POLICY = Lengths(None, EARLY, 100, "--learning-starts 500 --total-timesteps 4000")
-CONTINUOUS = Lengths(
-    "--total-timesteps 30720", "--total-timesteps 24576", 2000, "--total-timesteps 30720"
-)
-ATARI = Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300, "--total-timesteps 24576")
+OFF_POLICY = Lengths(None, EARLY, 100)
+CONTINUOUS = Lengths("--total-timesteps 30720", "--total-timesteps 24576", 2000)
+ATARI = Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300)
 # Without --compile the trace of a rollout of 2,048 steps is a file that takes half a minute to
 # write. Rollouts of 512, also in minibatches of 64, have the same operations per step.
 SHORT = "--num-steps 512 --num-minibatches 8 --total-timesteps 6144"
@@ -77,24 +74,21 @@ SCRIPTS = {
     "ppo_atari_envpool": ATARI,
     "ppo_atari_envpool_multigpu": ATARI,
     "pqn_atari_envpool": ATARI,
+    "ppo_cartpole_gpu": Lengths("--total-timesteps 3145728", "--total-timesteps 1048576", 200_000),
+    "ppo_mujoco_gpu": Lengths("--total-timesteps 524288", "--total-timesteps 49152", 10_000),
+    "sac_mujoco_gpu": Lengths("--total-timesteps 200000", "--total-timesteps 50000", 2000),
+}
+CAPTURED = "--learning-starts 500 --total-timesteps 8000"
+MANY_WORLDS = "--num-envs 4096 --num-steps 16 --total-timesteps"
+LARGE_BATCH = "--num-envs 4096 --utd-ratio 0.001 --batch-size 8192 --total-timesteps"
+ON_A_GPU = {  # in their place: a row that is captured would be over in less than a second
+    "sac_continuous_action": Lengths(CAPTURED, EARLY, 500),
+    "td3_continuous_action": Lengths(CAPTURED, EARLY, 500),
     "ppo_cartpole_gpu": Lengths(
-        "--total-timesteps 3145728",
-        "--total-timesteps 1048576",
-        200_000,
-        "--total-timesteps 13107200",
+        "--total-timesteps 52428800", "--total-timesteps 2097152", 4_000_000
     ),
-    "ppo_mujoco_gpu": Lengths(
-        "--total-timesteps 524288",
-        "--total-timesteps 49152",
-        10_000,
-        "--num-envs 4096 --num-steps 16 --total-timesteps 13107200",
-    ),
-    "sac_mujoco_gpu": Lengths(
-        "--total-timesteps 200000",
-        "--total-timesteps 50000",
-        2000,
-        "--num-envs 4096 --utd-ratio 0.001 --batch-size 8192 --total-timesteps 4096000",
-    ),
+    "ppo_mujoco_gpu": Lengths(f"{MANY_WORLDS} 13107200", f"{MANY_WORLDS} 786432", 400_000),
+    "sac_mujoco_gpu": Lengths(f"{LARGE_BATCH} 4096000", f"{LARGE_BATCH} 819200", 100_000),
 }
 
 
@@ -106,6 +100,7 @@ class Job(NamedTuple):
     seed: int
     command: list[str]
     steps: int
+    speed: int  # about so many steps/s
 
     @property
     def name(self) -> str:
@@ -193,7 +188,7 @@ def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
             keywords = {"what": job.name, "environment": environment}
             make = partial(processes.run_and_read, job.command, log, **keywords)
-            seconds = 10 + job.steps / SCRIPTS[job.script].speed
+            seconds = 10 + job.steps / job.speed
             turns.append(processes.Turn(job.name, job.steps, seconds, make))
         results, failures = processes.make_all(turns)
     return list(results.values()), failures
@@ -211,17 +206,20 @@ def make_jobs(
     length: str,
     steps: int | None = None,
     tiny: bool = False,
+    cuda: bool = False,
 ) -> list[Job]:
-    """Round by round, so that rows take turns; `length` is a field of Lengths, or full."""
+    """Round by round, so that rows take turns; `length` is that of Lengths, or full."""
     jobs = []
+    known = SCRIPTS | ON_A_GPU if cuda else SCRIPTS
     for seed in range(1, seeds + 1):
         for script in scripts:
-            if length == "quick" and SCRIPTS[script].quick is None:
+            lengths = known[script]
+            if length == "quick" and lengths.quick is None:
                 continue
             for row in rows:
                 file = f"leanrl/{script}{'' if row == 'baseline' else VARIANT}.py"
-                text = "" if length == "full" else getattr(SCRIPTS[script], length)
-                if length == "traced" and SCRIPTS[script] is CONTINUOUS and "compile" not in row:
+                text = "" if length == "full" else getattr(lengths, length)
+                if length == "traced" and lengths is CONTINUOUS and "compile" not in row:
                     text = SHORT
                 if tiny:
                     text = TINY[script]
@@ -233,7 +231,7 @@ def make_jobs(
                 if length == "traced":
                     command += TRACED
                 count = int(count or total_timesteps(ROOT / file))
-                jobs.append(Job(script, row, seed, command, count))
+                jobs.append(Job(script, row, seed, command, count, lengths.speed))
     return jobs
 
 
@@ -252,14 +250,13 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     length, seeds = ("quick", 1) if options.quick else ("full", 3)
     seeds = options.seeds or seeds
     tiny = options.tiny
-    if options.quick and cuda and not tiny:
-        length = "gpu"
-    jobs = make_jobs(scripts, rows, seeds, length, options.steps, tiny)
+    long = cuda and not tiny  # a rehearsal has a CPU's lengths
+    jobs = make_jobs(scripts, rows, seeds, length, options.steps, tiny, long)
     for script in scripts:  # soon after the run whose speed counts, if there is one
-        if length == "quick" and SCRIPTS[script].quick is None:
+        if options.quick and not long and SCRIPTS[script].quick is None:
             jobs += make_jobs([script], rows, seeds, "traced", options.steps, tiny)
         else:
-            jobs += make_jobs([script], rows, 1, "traced", tiny=tiny)
+            jobs += make_jobs([script], rows, 1, "traced", tiny=tiny, cuda=long)
     jobs.sort(key=lambda job: (job.seed, scripts.index(job.script), rows.index(job.row)))
     only = "*" if options.only is None else options.only
     return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
@@ -274,7 +271,6 @@ def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
 def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
     """A bar per row, as high as its speed-up, a group per script: speedup.png and .svg."""
     import curves
-    import env_report
     from matplotlib import pyplot as plt
 
     rows = [row for row in rows if row.get("speedup")]
@@ -287,7 +283,7 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
         x = scripts.index(row["script"]) + place * width
         ax.bar(x, row["speedup"], 0.95 * width, color=curves.COLOURS[row["row"]])
         name = row["row"].replace("+", "+\n")
-        speed = env_report.short(row["sps_steady"]["mean"])
+        speed = in_units(row["sps_steady"]["mean"])
         said = f"{name}\n{row['speedup']:.2f}x\n{speed}/s"
         ax.annotate(said, (x, row["speedup"]), ha="center", va="bottom", fontsize=7)
     ax.set_xticks(range(len(scripts)), [run_dirs.label(script) for script in scripts])
