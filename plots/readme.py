@@ -111,8 +111,7 @@ def speedup() -> str:
 def gpu() -> str:
     """The speed-up table of a GPU, and the share of the time that it is busy."""
     found = record("speedup_h200")
-    early, whole = record("ppo_mujoco_halfcheetah_h200")["runs"]  # `early` was ended
-    (peer,) = record("leanrl_h200")["rows"]
+    hardware = where(found["machine"])
     speeds = {}
     warmup = {}
     for row in found["rows"]:
@@ -125,6 +124,7 @@ def gpu() -> str:
         windows.append(row["window"])
         if "GPU" in row:
             busy[row["script"], row["row"]] = row["GPU"]["mean"]
+    early, whole = record("ppo_mujoco_halfcheetah_h200")["runs"]  # `early` was ended
     of_worlds = ("ppo_mujoco_gpu", "baseline")
     speeds[of_worlds] = early["stages"]["sps_steady"]
     busy[of_worlds] = statistics.mean(share for _, share in early["stages"]["nvml_percent"])
@@ -139,13 +139,14 @@ def gpu() -> str:
             share = busy.get((script, row))
             cells.append(f"{share:.0f}%" if share else "-")
         table.append([f"`{script}`", *cells])
+    (peer,) = record("leanrl_h200")["rows"]
     steps, seconds = np.ptp(peer["points"], axis=0)
     ours = speeds["td3_continuous_action", "compile+cudagraphs"]
     took = whole["stages"]["wall_seconds"]
     setup = took - whole["episodic_returns"][-1][-1]
     captured = in_units(speeds["ppo_cartpole_gpu", "cudagraphs"])
     said = f"""Environment steps/s after the warm-up, one run each with a window of
-    {min(windows):.1f} to {max(windows):.0f} s, on {where(found["machine"])}
+    {min(windows):.1f} to {max(windows):.0f} s, on {hardware}
     (`speedup_h200.md`); the warm-up is of the captured run, with a cache of the compiler that was
     empty for CartPole and worlds alone; busy: NVML, every second; -: not measured. CartPole
     captured but not compiled: {captured}. PPO's baseline ran first, while files were unpacked on

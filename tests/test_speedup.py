@@ -510,7 +510,7 @@ def test_a_call_names_switches_and_lists():
 
 
 def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
-    job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", "--total-timesteps", "18"], 18)
+    job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", "--total-timesteps", "18"], 18, 9)
     pair = overhead.commands(job)
     assert pair["off"][2:4] == pair["on"][2:4] == ["--total-timesteps", "18"]
     assert pair["off"][-2:] == ["--stopwatch", "off"] and "--stopwatch" not in pair["on"]
