@@ -33,6 +33,7 @@ import io
 import re
 import sys
 import tempfile
+from collections import Counter
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -275,10 +276,12 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
 
     rows = [row for row in rows if row.get("speedup")]
     scripts = list(dict.fromkeys(row["script"] for row in rows))
-    figure, ax = plt.subplots(figsize=(2 + 2 * len(scripts), 4), layout="constrained")
+    bars = Counter(row["script"] for row in rows)
+    width = 2 + 0.7 * len(scripts) * max(bars.values())
+    figure, ax = plt.subplots(figsize=(width, 4), layout="constrained")
     for row in rows:
         mine = [other["row"] for other in rows if other["script"] == row["script"]]
-        width = 0.8 / len(mine)
+        width = 0.8 / max(bars.values())
         place = mine.index(row["row"]) - (len(mine) - 1) / 2
         x = scripts.index(row["script"]) + place * width
         ax.bar(x, row["speedup"], 0.95 * width, color=curves.COLOURS[row["row"]])
