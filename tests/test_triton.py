@@ -217,6 +217,7 @@ def ppo_cartpole_gpu():
     reference, agent = tests.make_pair()
     eager = copy.deepcopy(agent)
     tests.variant.compile_agent(agent)
+    agent.prepare = torch.compile(agent.prepare, fullgraph=True)  # as on a GPU
     envs = tests.variant.CartPole(33, CPU)
     envs.reset(seed=1)
     envs.state[::3, 2] = 0.2  # falls soon
