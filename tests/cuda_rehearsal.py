@@ -29,6 +29,7 @@ from types import SimpleNamespace
 import torch
 import torch._dynamo.convert_frame as frames
 import torch.distributed as dist
+import torch.utils._triton
 from tensordict.nn import CudaGraphModule
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -410,6 +411,7 @@ def install(backend: str | None = None) -> None:
         torch.compile = lambda *args, **kwargs: real_compile(*args, **kwargs | {"backend": backend})
     frames._compile = partial(trace, frames._compile)
 
+    torch.utils._triton.has_triton = lambda: False  # it would ask a GPU what it can do
     cuda = torch.cuda
     for names, value in (
         ("is_available is_initialized", True),
