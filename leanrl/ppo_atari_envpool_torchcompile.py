@@ -436,7 +436,7 @@ def compile_agent(agent: PPO) -> None:
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
-    torch._inductor.config.loop_ordering_after_fusion = False  # True: no GPU's code (torch 2.11)
+    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     for name in ("act", "update"):
         method = getattr(agent, name)

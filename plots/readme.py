@@ -73,9 +73,7 @@ def where(machine: dict) -> str:
     """The hardware, and what else a speed depends on."""
     cpu = machine["cpu"]
     vectors = f", {cpu['vectors']}" if cpu.get("vectors") else ""
-    place = f"{processor(cpu)}{vectors}, no GPU"
-    if machine["gpu"]:
-        place = f"{machine['gpu']} and {processor(cpu)}"
+    place = f"{processor(cpu)}{vectors}, {machine['gpu'] or 'no GPU'}"
     return f"{place}; Python {machine['python']}, torch {machine['versions']['torch']}"
 
 
@@ -130,12 +128,12 @@ def gpu() -> str:
     busy[of_worlds] = statistics.mean(share for _, share in early["stages"]["nvml_percent"])
     heading = ["script", "baseline", "`--compile`", "and `--cudagraphs`", "overall", "warm-up s"]
     table = [[*heading, "GPU busy: baseline", "captured"]]
+    rows = ("baseline", "compile", "compile+cudagraphs")
     for script in dict.fromkeys(script for script, _ in speeds):
-        rows = ("baseline", "compile", "compile+cudagraphs")
         mine = [speeds.get((script, row)) for row in rows]
         cells = [in_units(speed) if speed else "-" for speed in mine]
         cells += [f"**{mine[-1] / mine[0]:.1f}x**", f"{warmup[script]:.0f}"]
-        for row in ("baseline", "compile+cudagraphs"):
+        for row in (rows[0], rows[-1]):
             share = busy.get((script, row))
             cells.append(f"{share:.0f}%" if share else "-")
         table.append([f"`{script}`", *cells])

@@ -276,12 +276,11 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
 
     rows = [row for row in rows if row.get("speedup")]
     scripts = list(dict.fromkeys(row["script"] for row in rows))
-    bars = Counter(row["script"] for row in rows)
-    width = 2 + 0.7 * len(scripts) * max(bars.values())
-    figure, ax = plt.subplots(figsize=(width, 4), layout="constrained")
+    most = max(Counter(row["script"] for row in rows).values())  # bars of a script
+    width = 0.8 / most
+    figure, ax = plt.subplots(figsize=(2 + 0.7 * len(scripts) * most, 4), layout="constrained")
     for row in rows:
         mine = [other["row"] for other in rows if other["script"] == row["script"]]
-        width = 0.8 / max(bars.values())
         place = mine.index(row["row"]) - (len(mine) - 1) / 2
         x = scripts.index(row["script"]) + place * width
         ax.bar(x, row["speedup"], 0.95 * width, color=curves.COLOURS[row["row"]])
