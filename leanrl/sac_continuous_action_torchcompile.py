@@ -10,21 +10,15 @@ is the same to the letter. Without a CUDA device --cudagraphs says so in one lin
 on. The first updates pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
 """
 
-# speed: threads that wait for each other soon go to sleep; on a core that another program shares,
-# waiting awake made SAC 18 times slower. OpenMP reads this when torch is imported
-import os
-import sys
-
-if "--compile" in sys.argv:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import copy
 import json
 import math
 import multiprocessing
+import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -41,7 +35,11 @@ from typing import Literal, NamedTuple
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
-# speed: tensordict would log two lines for each graph that it captures, amid the progress
+# speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
+# soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
+# tensordict would log two lines for each graph that it captures, amid the progress
+if "--compile" in sys.argv:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
 import gymnasium as gym
