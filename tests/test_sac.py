@@ -458,6 +458,14 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
     assert not (run_dir / "checkpoint.partial").exists()
 
 
+def test_threads_of_compiled_code_that_wait_go_to_sleep(tmp_path):
+    """OpenMP tells what it has read: the setting must come before torch is imported."""
+    env = os.environ | {"OMP_DISPLAY_ENV": "verbose"}
+    env.pop("GOMP_SPINCOUNT", None)
+    done = run(tmp_path, VARIANT, "--compile", "--help", env=env)
+    assert "GOMP_SPINCOUNT = '1000'" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("num_envs", "utd_ratio", "updates"), [(1, 1.0, 300), (4, 1.0, 300), (4, 0.25, 75), (1, 2, 600)]
 )
