@@ -1297,6 +1297,12 @@ BUGS = [
     ),
     Bug(
         PPO_WORLDS,
+        "min(args.desired_kl, MIN_KL)",
+        "MIN_KL",
+        "test_mujoco_runs.py::test_ppo_learns_from_what_happened",
+    ),
+    Bug(
+        PPO_WORLDS,
         'final_obs=infos["final_obs"],',
         "final_obs=next_obs,",
         "test_mujoco_runs.py::test_ppo_learns_from_what_happened",

@@ -221,14 +221,18 @@ def model_of(agent, *_):
     return copy.deepcopy(agent.model)
 
 
+@pytest.mark.parametrize(("desired_kl", "annealed"), [(0.03, [0.02, 0.015]), (0.01, [0.01, 0.01])])
 @SCRIPTS
-def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch):
+def test_ppo_learns_from_what_happened(
+    module, desired_kl, annealed, record, small_worlds, monkeypatch
+):
     """Three rollouts, with both ends and with both at once, and three epochs of each."""
     small_worlds(module)
     monkeypatch.setattr(module, "STEADY_AFTER", 1)
+    monkeypatch.setattr(module, "MIN_KL", 0.015)  # below which annealing does not bring it
     calls = record(module, *PPO_CALLS, prepare=model_of, learn=lambda *x: float(rate(*x)))
     more = {"total_timesteps": 500, "eval_every": 200, "save_model": True}  # 3 rollouts of 128
-    run_dir = train(module, **more, seed=1)
+    run_dir = train(module, **more, seed=1, desired_kl=desired_kl)
     happened, agent = account(calls), of(calls, "__init__")[0].owner
     prepares = of(calls, "prepare")
     kinds = happened.terminated, happened.truncated
@@ -310,7 +314,7 @@ def test_ppo_learns_from_what_happened(module, record, small_worlds, monkeypatch
             row = {tag: values[-1] for tag, values in epochs[-1].result.items()}
             row["losses/clipfrac"] = torch.cat(clipped).mean()
             assert row["losses/clipfrac"] > 0 and row["losses/clipfrac"] != clipped[-1].mean()
-            desired, kl = 0.03 * (1 - k / 3), row["losses/approx_kl"]
+            desired, kl = annealed[k - 1], row["losses/approx_kl"]
             assert_close(of(calls, "adapt")[k - 1].args, (kl, desired))
             factor = 1 / 1.5 if kl > 2 * desired else 1.5 if kl < desired / 2 else 1
             expected_rate = min(expected_rate * factor, 0.01)
