@@ -1059,10 +1059,13 @@ class CPhysics:
             field.copy_(array)
 
 
-# What these kernels of mujoco_warp compute: positions and velocities; for the rest of what a task
-# may read where an episode begins, all of `forward` is needed
-QUICK = {"xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos"}
+# Where an episode begins, kinematics, com_pos and com_vel suffice for these; FORCES are 0 there. A
+# task that reads anything else needs all of `forward`
+QUICK = FORCES | {"xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos"}
 QUICK |= {"site_xmat", "subtree_com", "cinert", "cvel"}
+# What set_const derives from the fields that `randomize` multiplies; it needs a row for each world
+DERIVED = {"body_subtreemass", "body_invweight0", "dof_invweight0", "tendon_invweight0"}
+DERIVED |= {"actuator_acc0"}
 
 
 class WarpPhysics:
@@ -1093,6 +1096,11 @@ class WarpPhysics:
                 shared = getattr(self.model, name)
                 values = wp.to_torch(shared) * factor.float().to(device)
                 setattr(self.model, name, wp.from_torch(values, dtype=shared.dtype))
+            if factors:
+                for name in DERIVED:
+                    shared = getattr(self.model, name)
+                    rows = wp.zeros((num_envs, shared.shape[1]), dtype=shared.dtype)
+                    setattr(self.model, name, rows)
             mjw.set_const(self.model, self.data)
 
             def run(functions):
@@ -1118,7 +1126,7 @@ class WarpPhysics:
                 steps.append(mjw.rne_postconstraint)
             self.simulate = capture(steps)
             derive = [mjw.forward]
-            if QUICK.union(FORCES).issuperset(task.reads):
+            if QUICK.issuperset(task.reads):
                 derive = [mjw.kinematics, mjw.com_pos, mjw.com_vel]
             self.derive = capture(derive)  # from qpos and qvel
         self.ctrl = wp.to_torch(self.data.ctrl)  # no copies

@@ -260,12 +260,12 @@ def test_more_than_their_space_is_clipped_and_wrong_shapes_fail():
         envs.step(torch.zeros(2, 3))
 
 
-def masses_of(physics):
-    """(N, bodies)"""
+def field_of(physics, name):
+    """A field of the worlds' models (N, ...)."""
     if hasattr(physics, "batch"):
-        return torch.from_numpy(physics.batch.expanded("body_mass").copy()).float()
+        return torch.from_numpy(physics.batch.expanded(name).copy()).float()
     warp = pytest.importorskip("warp")
-    return warp.to_torch(physics.model.body_mass)
+    return warp.to_torch(getattr(physics.model, name))
 
 
 @pytest.mark.parametrize("physics", PHYSICS[:2])
@@ -281,7 +281,7 @@ def test_each_world_has_a_model_of_its_own(physics):
         assert ((0.5 <= factor) & (factor <= 1.5)).all() and factor.unique().numel() > 3
     assert torch.equal(factors["body_inertia"][:, :, 0], factors["body_mass"])
     expected = torch.from_numpy(usual["body_mass"]) * factors["body_mass"]
-    torch.testing.assert_close(masses_of(worlds.physics), expected.float())
+    torch.testing.assert_close(field_of(worlds.physics, "body_mass"), expected.float())
     worlds.reset(seed=0)
     qpos, qvel = np.tile(env.init_qpos, (4, 1)), np.zeros((4, env.model.nv))
     qpos[:, 1] += 0.02
@@ -289,22 +289,28 @@ def test_each_world_has_a_model_of_its_own(physics):
     for step in range(steps):  # it lands meanwhile
         actions = torch.full((4, 3), 0.3 if step % 2 else -0.3)
         worlds.lengths.zero_()
-        found = worlds.step(actions)[4]["final_obs"]
+        obs_of_worlds = worlds.step(actions)[4]["final_obs"]
     differ = []
     for i in range(4):
         for name, factor in factors.items():
             getattr(env.model, name)[:] = usual[name] * factor[i].numpy()
         mujoco.mj_setConst(env.model, env.data)
+        for name in baseline.DERIVED:
+            expected = torch.from_numpy(getattr(env.model, name)).float()
+            if expected.numel():  # the hopper has no tendons
+                found = field_of(worlds.physics, name)[i].view(expected.shape)
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
         env.reset(seed=0)
         mujoco.mj_resetData(env.model, env.data)
         env.set_state(qpos[i], qvel[i])
         for step in range(steps):
             obs = env.step(np.full(3, 0.3 if step % 2 else -0.3))[0]
-        np.testing.assert_allclose(found[i], obs, atol=bound)
+        np.testing.assert_allclose(obs_of_worlds[i], obs, atol=bound)
         differ.append(obs)
     assert np.ptp(differ, axis=0).max() > 0.01
     again = baseline.MuJoCoEnvs("Hopper-v5", 4, CPU, physics, 0.5, 7)
-    assert torch.equal(masses_of(again.physics), masses_of(worlds.physics))
+    masses, expected = (field_of(each.physics, "body_mass") for each in (again, worlds))
+    assert torch.equal(masses, expected)
 
 
 def test_worlds_are_a_vector_environment_of_gymnasiums():
