@@ -937,10 +937,11 @@ class WarpPhysics:
 class MuJoCoEnvs(gym.vector.VectorEnv):
     """N worlds of a task in one batch: all tensors are float32 on `device`.
 
-    An episode that ends begins anew in the same step. A world that is no longer finite ends its
-    episode with reward 0 and is counted in `broken`. The first episodes, whose returns are NaN, end
-    early, each at another step, so that later ones do not all end at once. With `randomize` each
-    world has masses, a friction and gears of its own, that far from the model's, relatively.
+    An episode that ends begins anew in the same step. A world whose numbers are not finite, or
+    beyond a million, ends its episode with reward 0 and is counted in `broken`. The first episodes,
+    whose returns are NaN, end early, each at another step, so that later ones do not all end at
+    once. With `randomize` each world's masses, friction and gears are the model's times factors of
+    its own, from 1 - randomize to 1 + randomize.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -1032,12 +1033,13 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         position = self.task.position(state)
         speed = (position - self.position) / self.dt
         obs, rewards, terminated = self.task.judge(state, speed, actions)
-        finite = obs.isfinite().all(1) & rewards.isfinite()
-        obs = obs.where(finite[:, None], 0)
-        rewards = rewards.where(finite, 0)
-        terminated = terminated | ~finite
+        # Before a world is NaN its numbers are huge, and one would spoil all statistics
+        sane = (obs.abs() < 1e6).all(1) & (rewards.abs() < 1e6)
+        obs = obs.where(sane[:, None], 0)
+        rewards = rewards.where(sane, 0)
+        terminated = terminated | ~sane
         self.position.copy_(position)
-        self.broken += (~finite).sum()
+        self.broken += (~sane).sum()
         self.returns += rewards
         self.lengths += 1
         truncated = self.lengths >= self.task.max_steps
@@ -1068,7 +1070,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
 
 
 def draw_factors(model, num_envs, share, seed):
-    """By what fields of the model are multiplied, 1 - share to 1 + share -> {name: (N, ...)}."""
+    """Factors for fields of the model, uniform from 1 - share to 1 + share -> {name: (N, ...)}."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -1079,7 +1081,7 @@ def draw_factors(model, num_envs, share, seed):
     return {
         "body_mass": mass,
         "body_inertia": mass[:, :, None],
-        "geom_friction": draw(1, 1),  # of contacts the larger one counts
+        "geom_friction": draw(1, 1),  # one for all geoms: a contact takes the larger of its two
         "actuator_gear": draw(model.nu, 1),
     }
 

@@ -620,8 +620,8 @@ BUGS = [
     ),
     Bug(
         WORLDS,
-        "terminated = terminated | ~finite",
-        "terminated = terminated & finite",
+        "terminated = terminated | ~sane",
+        "terminated = terminated & sane",
         "test_mujoco.py::test_ends_limits_and_returns",
     ),
     Bug(
@@ -644,7 +644,7 @@ BUGS = [
     ),
     Bug(
         WORLDS,
-        "rewards = rewards.where(finite, 0)",
+        "rewards = rewards.where(sane, 0)",
         "rewards = rewards.nan_to_num(1)",
         "test_mujoco.py::test_ends_limits_and_returns",
     ),

@@ -221,6 +221,18 @@ def test_ends_limits_and_returns():
     assert (again == found).all() and (found != rows[1:]).any(1).all()
 
 
+def test_a_world_of_huge_numbers_ends():
+    """They are finite, but one such row would spoil running statistics for good."""
+    envs = make_envs(num_envs=3)
+    envs.reset(seed=0)
+    qvel = torch.zeros(3, 9)
+    qvel[0, 3] = 2e4
+    set_states(envs, envs.qpos.repeat(3, 1), qvel)
+    obs, rewards, terminated, _, infos = envs.step(torch.zeros(3, 6))
+    assert terminated.tolist() == [True, False, False] and envs.broken == 1 and rewards[0] == 0
+    assert infos["final_obs"][0].eq(0).all() and obs.abs().max() < 1
+
+
 def test_x_does_not_grow():
     """A run of 200 steps is as rewarded as Gymnasium's, though x starts from 0 at each step."""
     envs, env = make_envs(num_envs=1), gym.make("HalfCheetah-v5").unwrapped
