@@ -340,6 +340,18 @@ def test_worlds_are_a_vector_environment_of_gymnasiums():
 
 
 @pytest.mark.parametrize("physics", PHYSICS[:2])
+def test_what_a_task_reads_has_the_shapes_of_mujocos_data(physics, monkeypatch):
+    """Matrices too, so that a task of one's own is the same in both, and in its evaluation."""
+    reads = tuple(baseline.QUICK)
+    task = baseline.TASKS["Hopper-v5"]._replace(reads=reads)
+    monkeypatch.setitem(baseline.TASKS, "Hopper-v5", task)
+    worlds = make_envs("Hopper-v5", 2, physics)
+    data = gym.make("Hopper-v5").unwrapped.data
+    for name in ("qpos", "qvel", *reads):
+        assert getattr(worlds.physics.state, name).shape == (2, *getattr(data, name).shape), name
+
+
+@pytest.mark.parametrize("physics", PHYSICS[:2])
 def test_what_a_physics_cannot_give_is_refused(physics, monkeypatch):
     task = baseline.TASKS["HalfCheetah-v5"]._replace(reads=("xposs",))
     monkeypatch.setitem(baseline.TASKS, "HalfCheetah-v5", task)
