@@ -743,13 +743,13 @@ def capture_agent(agent: PPO) -> None:
 def compile_envs(envs: "MuJoCoEnvs") -> None:
     """Both halves of a step, before and after the physics begins episodes."""
     envs.settle = torch.compile(envs.settle, fullgraph=True)
-    envs.observe = torch.compile(envs.observe, fullgraph=True)
+    envs.first_obs = torch.compile(envs.first_obs, fullgraph=True)
 
 
 def capture_envs(envs: "MuJoCoEnvs") -> None:
     """The same halves, and where episodes begin if the worlds are on the device, too."""
     envs.settle = CudaGraphModule(envs.settle, warmup=3)
-    envs.observe = CudaGraphModule(envs.observe, warmup=3)
+    envs.first_obs = CudaGraphModule(envs.first_obs, warmup=3)
     if isinstance(envs.physics, WarpPhysics):
         envs.physics.place = CudaGraphModule(envs.physics.place, warmup=3)
 
@@ -1148,7 +1148,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         starts = self.draw(self.num_envs, generator=generator)
         all_worlds = self.lengths >= 0
         self.physics.begin(all_worlds, *self.split(starts))
-        obs = self.observe(all_worlds)
+        obs = self.first_obs(all_worlds)
         return obs, {}
 
     def step(self, actions, starts=None):
@@ -1164,7 +1164,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         if starts is None:
             starts = self.draw(self.num_envs)
         self.physics.begin(ended, *self.split(starts))
-        first_obs = self.observe(ended)
+        first_obs = self.first_obs(ended)
         obs = first_obs.where(ended[:, None], infos["final_obs"])
         return obs, rewards, terminated, truncated, infos
 
@@ -1198,8 +1198,8 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         self.lengths.masked_fill_(ended, 0)
         return rewards, terminated, truncated, infos
 
-    def observe(self, ended):
-        """Where episodes have begun, `ended` (N,), their positions; x from 0 -> obs (N, O)."""
+    def first_obs(self, ended):
+        """After `begin`: takes up positions where `ended` (N,), moves x back to 0 -> obs (N, O)."""
         state = self.physics.state
         speed = torch.zeros_like(self.position)
         actions = self.low.new_zeros(self.num_envs, len(self.low))
@@ -1237,28 +1237,31 @@ class World(MujocoEnv):
         self.task = task
         path = str(Path(task.model).resolve())
         super().__init__(path, task.frame_skip, None, **kwargs)
+        if not self.model.actuator_ctrllimited.all():  # Gymnasium would let them do nothing
+            raise SystemExit(f"--env-id: {task.model} has an actuator without a ctrlrange")
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / self.dt)}
         obs = self.reset_model()
         self.observation_space = Box(-math.inf, math.inf, obs.shape, np.float64)
 
-    def read(self):
-        """What the task reads, as the fields of one world."""
+    def judge(self, action, begins=False):
+        """What the task says of the state now -> obs (O,), reward, terminated."""
         fields = SimpleNamespace()
         for name in ("qpos", "qvel", *self.task.reads):
             field = torch.tensor(getattr(self.data, name))
             setattr(fields, name, field[None])
-        return fields
-
-    def step(self, action):
-        self.do_simulation(action, self.frame_skip)
-        fields = self.read()
         position = self.task.position(fields)
+        if begins:
+            self.position = position
         speed = (position - self.position) / self.dt
         self.position = position
         actions = torch.tensor(action)[None]
         obs, rewards, terminated = self.task.judge(fields, speed, actions)
-        obs = obs[0].numpy()
-        return obs, rewards.item(), terminated.item(), False, {}
+        return obs[0].numpy(), rewards.item(), terminated.item()
+
+    def step(self, action):
+        self.do_simulation(action, self.frame_skip)
+        obs, reward, terminated = self.judge(action)
+        return obs, reward, terminated, False, {}
 
     def reset_model(self):
         seed = self.np_random.integers(2**31)
@@ -1267,12 +1270,8 @@ class World(MujocoEnv):
         qvel = torch.tensor(self.init_qvel)
         self.task.start(qpos, qvel, generator)
         self.set_state(qpos.numpy(), qvel.numpy())
-        fields = self.read()
-        self.position = self.task.position(fields)
-        speed = torch.zeros_like(self.position)
-        actions = torch.zeros(1, self.model.nu)
-        obs, _, _ = self.task.judge(fields, speed, actions)
-        return obs[0].numpy()
+        obs, _, _ = self.judge(np.zeros(self.model.nu), begins=True)
+        return obs
 
 
 def evaluate(agent: PPO, args: Args, video: Path) -> float:

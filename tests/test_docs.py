@@ -165,6 +165,10 @@ def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
     flags |= {"physics": physics, "env_id": "Balance-v0", "eval_every": 96, "eval_episodes": 2}
     run_dir = ppo_mujoco_gpu.main(ppo_mujoco_gpu.Args(**flags))
     assert 0 < read_scalars(run_dir)["charts/eval_return"][-1][1] < 200 * 0.6
+    # a motor without limits would do nothing: its action space would be [0, 0]
+    Path("balance.xml").write_text(xml.replace('ctrlrange="-1 1" ctrllimited="true"', ""))
+    with pytest.raises(SystemExit, match=r"^--env-id: balance.xml has an actuator without a ctrl"):
+        ppo_mujoco_gpu.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
 
 
 def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):

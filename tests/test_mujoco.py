@@ -84,7 +84,7 @@ def set_states(envs, qpos, qvel):
     envs.returns.zero_()
     all_worlds = torch.ones_like(qpos[:, 0], dtype=torch.bool)
     envs.physics.begin(all_worlds, qpos, qvel)
-    return envs.observe(all_worlds)
+    return envs.first_obs(all_worlds)
 
 
 # The environments
@@ -210,7 +210,7 @@ def test_ends_limits_and_returns():
     rows = envs.physics.batch.state.copy()
     first = torch.tensor([True, False, False, False, False])
     envs.physics.begin(first, torch.full((5, 6), math.nan), torch.zeros(5, 6))
-    envs.observe(first)
+    envs.first_obs(first)
     obs, rewards, terminated, _, infos = envs.step(torch.zeros(5, 3))
     assert terminated.tolist() == [True] + [False] * 4 and envs.broken == 1 and rewards[0] == 0
     assert obs.isfinite().all() and infos["final_obs"].isfinite().all()
