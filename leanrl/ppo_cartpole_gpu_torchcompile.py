@@ -716,7 +716,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         if self.sampled:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self.sample.append((self.open[-1], event))
+            self.events.append((self.open[-1], event))
 
     def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
         if self.mode == "off" and name != "evaluation":
@@ -739,7 +739,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
     def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
         self.charge()
         if self.sampled:
-            self.samples.append(self.sample)
+            self.samples.append(self.events)
         self.env_steps = env_steps
         self.iterations += 1
         if self.warmup_seconds is None and env_steps >= self.warmup_steps:
@@ -758,7 +758,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
                     self.nvml.append((now, torch.cuda.utilization()))
         self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
         if self.sampled:
-            self.sample = []
+            self.events = []
             self.charge()
 
     def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
@@ -783,12 +783,11 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report["wall_seconds"] = perf_counter() - self.born
         report["nvml_percent"] = self.nvml
         report["gpu_stages"] = Counter()
-        for sample in self.samples:
-            for (_, first), (name, last) in pairwise(sample):
+        for events in self.samples:
+            for (_, first), (name, last) in pairwise(events):
                 share = report["iterations"] / len(self.samples)  # of all that were not sampled
                 report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
-        with replacing(path) as file:
-            file.write(json.dumps(report, indent=2).encode())
+        write_json(path, report)
         if self.profiler:
             self.profiler.__exit__(None, None, None)
             self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
@@ -867,8 +866,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         with suppress(OSError, TypeError):  # not Linux, or it does not say
             cpus = Path("/proc/cpuinfo").read_text()
             config["processor"] = re.search("model name.*: (.*)", cpus)[1]
-        with replacing(self.dir / f"config{self.suffix}") as file:
-            file.write(json.dumps(config, indent=2).encode())
+        write_json(self.dir / f"config{self.suffix}", config)
         if args.track:
             import wandb
 
@@ -959,7 +957,8 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
     path = Path(args.resume, "checkpoint.pt")
     try:
         found = torch.load(path, map_location="cpu", mmap=True)
-        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+        if found["made_by"] != Path(__file__).name or set(found["args"]) != set(vars(args)):
+            raise ValueError
     except Exception:
         raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
     return found
@@ -1017,8 +1016,10 @@ def one_line(what, *errors):  # no traceback where the disk, the memory or these
         yield
     except BlockingIOError:
         raise SystemExit(f"--resume: the run in {what} is still at work") from None
-    except (OSError, RuntimeError, *errors) as error:  # torch.save has one of its own
-        raise SystemExit(f"{what}: {error.__context__ or error}".splitlines()[0]) from None
+    except (OSError, RuntimeError, *errors) as error:
+        if isinstance(error.__context__, OSError):  # torch.save hides it behind one of its own
+            error = error.__context__
+        raise SystemExit(f"{what}: {error}".splitlines()[0]) from None
 
 
 @contextmanager
@@ -1032,6 +1033,11 @@ def replacing(path):  # a file to write to: whenever the process dies, `path` is
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(path, content):
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=2).encode())
 
 
 # <<< run <<<

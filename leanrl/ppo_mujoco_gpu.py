@@ -5,13 +5,13 @@
 
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
-evaluated. Unlike in ppo_continuous_action.py, running statistics on the device normalize
-observations and returns, not rewards, and the first rollout only measures them; the policy's
-deviation is exp(-1) at first, not 1; the learning rate follows the KL divergence (as in rl_games
-and rsl_rl), which is what is annealed; advantages are always normalized, the value loss is never
-clipped, and no divergence ends the epochs: there are no flags for that. Defaults that are not
-CleanRL's: total_timesteps 5,000,000, num_envs 64, num_steps 128, learning_rate 1e-3,
-num_minibatches 16, update_epochs 4.
+evaluated. What differs from ppo_continuous_action.py: running statistics on the device normalize
+observations and returns, not rewards; the first rollout only measures them. The policy's deviation
+is exp(-1) at first, not 1. The learning rate rises or falls so that the KL divergence of a
+rollout's updates stays near desired_kl (as in rl_games and rsl_rl), and desired_kl is annealed.
+Advantages are always normalized, the value loss is never clipped, no divergence ends the epochs:
+there are no flags for that. Defaults that are not CleanRL's: total_timesteps 5,000,000, num_envs
+64, num_steps 128, learning_rate 1e-3, num_minibatches 16, update_epochs 4.
 Its twin ppo_mujoco_gpu_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
@@ -74,13 +74,13 @@ class Args:
 
     env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
-    randomize: float = 0.0  # how far each world's masses, friction and gears are from the model's
+    randomize: float = 0.0  # 0.2: each world's masses, friction, gears are 0.8 to 1.2 the model's
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # learning rate of the optimizer, at first
-    desired_kl: float = 0.03  # how far a rollout moves the policy, which the rate follows; 0: fixed
-    anneal_lr: bool = True  # lower it linearly, to MIN_KL at least, or a fixed rate to zero
+    desired_kl: float = 0.03  # KL divergence of a rollout's updates that the rate aims at; 0: none
+    anneal_lr: bool = True  # lower desired_kl linearly, to MIN_KL at least; if 0, the rate, to 0
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
@@ -92,7 +92,7 @@ class Args:
 
 
 MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
-STEADY_AFTER = 3  # rollouts, then all is compiled and captured
+STEADY_AFTER = 3  # rollouts: with the default epochs all is compiled and captured by then
 
 
 # Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
@@ -186,7 +186,7 @@ def humanoid(s, speed, actions):
 
 def humanoid_standup(s, speed, actions):
     height = s.qpos[:, 2]
-    rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # by the time of a substep
+    rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # Gymnasium divides by a substep
     return observe_humanoid(s), rewards, never(speed)
 
 
@@ -200,8 +200,8 @@ def double_pendulum(s, speed, actions):
     x, _, y = s.site_xpos[:, 0].unbind(1)  # of the tip
     _, lower, upper = s.qvel.unbind(1)
     costs = 0.01 * x.square() + (y - 2).square()
-    costs = costs + 1e-3 * lower.square()
-    costs = costs + 5e-3 * upper.square()
+    costs += 1e-3 * lower.square()
+    costs += 5e-3 * upper.square()
     fallen = y <= 1
     x_of_cart, angles = s.qpos.tensor_split([1], dim=1)
     others = join(s.qvel, s.qfrc_constraint[:, :1])
@@ -242,8 +242,8 @@ def pusher(s, speed, actions):
     return obs, rewards, never(speed)
 
 
-# Where an episode begins: from the model's usual state, by noise in place. qpos (..., nq) and
-# qvel (..., nv) of any number of episodes, and a torch.Generator or None
+# Where an episode begins. Each of these adds noise in place to the model's usual qpos (..., nq) and
+# qvel (..., nv), for any number of episodes; generator is a torch.Generator or None
 
 
 def uniform_like(x, generator):
@@ -435,8 +435,8 @@ class ActorCritic(nn.Module):
         self.eval()
 
     def observe(self, batch: "Batch") -> None:
-        """Takes a rollout into the statistics, which are otherwise left alone."""
-        self.train()  # on a GPU each then waits once, for the number of rollouts so far
+        """Takes a rollout into the statistics, which nothing else changes."""
+        self.train()  # on a GPU each of the two waits, to read how many rollouts it has seen
         self.obs_norm(batch.obs)
         self.return_norm(batch.returns[:, None])
         self.eval()
@@ -801,7 +801,7 @@ class CPhysics:
         self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
 
     def step(self, actions):
-        """Steps each world by a frame skip with actions (N, A); one that moves from x = 0."""
+        """A frame skip of substeps with actions (N, A); if the task moves, x is set to 0 first."""
         if self.moves:
             self.qpos[:, 0] = 0
         self.ctrl[:] = actions.cpu()
@@ -1207,7 +1207,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         if self.sampled:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self.sample.append((self.open[-1], event))
+            self.events.append((self.open[-1], event))
 
     def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
         if self.mode == "off" and name != "evaluation":
@@ -1230,7 +1230,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
     def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
         self.charge()
         if self.sampled:
-            self.samples.append(self.sample)
+            self.samples.append(self.events)
         self.env_steps = env_steps
         self.iterations += 1
         if self.warmup_seconds is None and env_steps >= self.warmup_steps:
@@ -1249,7 +1249,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
                     self.nvml.append((now, torch.cuda.utilization()))
         self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
         if self.sampled:
-            self.sample = []
+            self.events = []
             self.charge()
 
     def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
@@ -1274,12 +1274,11 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report["wall_seconds"] = perf_counter() - self.born
         report["nvml_percent"] = self.nvml
         report["gpu_stages"] = Counter()
-        for sample in self.samples:
-            for (_, first), (name, last) in pairwise(sample):
+        for events in self.samples:
+            for (_, first), (name, last) in pairwise(events):
                 share = report["iterations"] / len(self.samples)  # of all that were not sampled
                 report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
-        with replacing(path) as file:
-            file.write(json.dumps(report, indent=2).encode())
+        write_json(path, report)
         if self.profiler:
             self.profiler.__exit__(None, None, None)
             self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
@@ -1358,8 +1357,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         with suppress(OSError, TypeError):  # not Linux, or it does not say
             cpus = Path("/proc/cpuinfo").read_text()
             config["processor"] = re.search("model name.*: (.*)", cpus)[1]
-        with replacing(self.dir / f"config{self.suffix}") as file:
-            file.write(json.dumps(config, indent=2).encode())
+        write_json(self.dir / f"config{self.suffix}", config)
         if args.track:
             import wandb
 
@@ -1450,7 +1448,8 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
     path = Path(args.resume, "checkpoint.pt")
     try:
         found = torch.load(path, map_location="cpu", mmap=True)
-        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+        if found["made_by"] != Path(__file__).name or set(found["args"]) != set(vars(args)):
+            raise ValueError
     except Exception:
         raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
     return found
@@ -1508,8 +1507,10 @@ def one_line(what, *errors):  # no traceback where the disk, the memory or these
         yield
     except BlockingIOError:
         raise SystemExit(f"--resume: the run in {what} is still at work") from None
-    except (OSError, RuntimeError, *errors) as error:  # torch.save has one of its own
-        raise SystemExit(f"{what}: {error.__context__ or error}".splitlines()[0]) from None
+    except (OSError, RuntimeError, *errors) as error:
+        if isinstance(error.__context__, OSError):  # torch.save hides it behind one of its own
+            error = error.__context__
+        raise SystemExit(f"{what}: {error}".splitlines()[0]) from None
 
 
 @contextmanager
@@ -1523,6 +1524,11 @@ def replacing(path):  # a file to write to: whenever the process dies, `path` is
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(path, content):
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=2).encode())
 
 
 # <<< run <<<

@@ -83,7 +83,7 @@ class Args:
 
     env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
-    randomize: float = 0.0  # how far each world's masses, friction and gears are from the model's
+    randomize: float = 0.0  # 0.2: each world's masses, friction, gears are 0.8 to 1.2 the model's
     total_timesteps: int = 5_000_000  # environment steps of the whole run, over all environments
     num_envs: int = 64  # environments stepped side by side
     utd_ratio: float = 0.25  # update-to-data ratio: updates per environment step
@@ -197,7 +197,7 @@ def humanoid(s, speed, actions):
 
 def humanoid_standup(s, speed, actions):
     height = s.qpos[:, 2]
-    rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # by the time of a substep
+    rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # Gymnasium divides by a substep
     return observe_humanoid(s), rewards, never(speed)
 
 
@@ -211,8 +211,8 @@ def double_pendulum(s, speed, actions):
     x, _, y = s.site_xpos[:, 0].unbind(1)  # of the tip
     _, lower, upper = s.qvel.unbind(1)
     costs = 0.01 * x.square() + (y - 2).square()
-    costs = costs + 1e-3 * lower.square()
-    costs = costs + 5e-3 * upper.square()
+    costs += 1e-3 * lower.square()
+    costs += 5e-3 * upper.square()
     fallen = y <= 1
     x_of_cart, angles = s.qpos.tensor_split([1], dim=1)
     others = join(s.qvel, s.qfrc_constraint[:, :1])
@@ -253,8 +253,8 @@ def pusher(s, speed, actions):
     return obs, rewards, never(speed)
 
 
-# Where an episode begins: from the model's usual state, by noise in place. qpos (..., nq) and
-# qvel (..., nv) of any number of episodes, and a torch.Generator or None
+# Where an episode begins. Each of these adds noise in place to the model's usual qpos (..., nq) and
+# qvel (..., nv), for any number of episodes; generator is a torch.Generator or None
 
 
 def uniform_like(x, generator):
@@ -1027,7 +1027,7 @@ class CPhysics:
         self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
 
     def step(self, actions):
-        """Steps each world by a frame skip with actions (N, A); one that moves from x = 0."""
+        """A frame skip of substeps with actions (N, A); if the task moves, x is set to 0 first."""
         if self.moves:
             self.qpos[:, 0] = 0
         self.ctrl[:] = actions.cpu()
@@ -1433,7 +1433,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         if self.sampled:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self.sample.append((self.open[-1], event))
+            self.events.append((self.open[-1], event))
 
     def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
         if self.mode == "off" and name != "evaluation":
@@ -1456,7 +1456,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
     def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
         self.charge()
         if self.sampled:
-            self.samples.append(self.sample)
+            self.samples.append(self.events)
         self.env_steps = env_steps
         self.iterations += 1
         if self.warmup_seconds is None and env_steps >= self.warmup_steps:
@@ -1475,7 +1475,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
                     self.nvml.append((now, torch.cuda.utilization()))
         self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
         if self.sampled:
-            self.sample = []
+            self.events = []
             self.charge()
 
     def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
@@ -1500,12 +1500,11 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report["wall_seconds"] = perf_counter() - self.born
         report["nvml_percent"] = self.nvml
         report["gpu_stages"] = Counter()
-        for sample in self.samples:
-            for (_, first), (name, last) in pairwise(sample):
+        for events in self.samples:
+            for (_, first), (name, last) in pairwise(events):
                 share = report["iterations"] / len(self.samples)  # of all that were not sampled
                 report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
-        with replacing(path) as file:
-            file.write(json.dumps(report, indent=2).encode())
+        write_json(path, report)
         if self.profiler:
             self.profiler.__exit__(None, None, None)
             self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
@@ -1584,8 +1583,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         with suppress(OSError, TypeError):  # not Linux, or it does not say
             cpus = Path("/proc/cpuinfo").read_text()
             config["processor"] = re.search("model name.*: (.*)", cpus)[1]
-        with replacing(self.dir / f"config{self.suffix}") as file:
-            file.write(json.dumps(config, indent=2).encode())
+        write_json(self.dir / f"config{self.suffix}", config)
         if args.track:
             import wandb
 
@@ -1676,7 +1674,8 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
     path = Path(args.resume, "checkpoint.pt")
     try:
         found = torch.load(path, map_location="cpu", mmap=True)
-        assert found["made_by"] == Path(__file__).name and set(found["args"]) == set(vars(args))
+        if found["made_by"] != Path(__file__).name or set(found["args"]) != set(vars(args)):
+            raise ValueError
     except Exception:
         raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
     return found
@@ -1734,8 +1733,10 @@ def one_line(what, *errors):  # no traceback where the disk, the memory or these
         yield
     except BlockingIOError:
         raise SystemExit(f"--resume: the run in {what} is still at work") from None
-    except (OSError, RuntimeError, *errors) as error:  # torch.save has one of its own
-        raise SystemExit(f"{what}: {error.__context__ or error}".splitlines()[0]) from None
+    except (OSError, RuntimeError, *errors) as error:
+        if isinstance(error.__context__, OSError):  # torch.save hides it behind one of its own
+            error = error.__context__
+        raise SystemExit(f"{what}: {error}".splitlines()[0]) from None
 
 
 @contextmanager
@@ -1749,6 +1750,11 @@ def replacing(path):  # a file to write to: whenever the process dies, `path` is
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(path, content):
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=2).encode())
 
 
 # <<< run <<<

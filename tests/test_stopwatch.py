@@ -264,6 +264,17 @@ def test_ctrl_c_while_the_trace_is_written_leaves_the_report(tmp_path):
         watch.report(tmp_path / "stages.json")
 
 
+@pytest.mark.parametrize("ended_by", [KeyboardInterrupt(), ValueError("theirs")], ids=repr)
+def test_a_failing_record_names_its_own_reason_and_not_what_ended_the_run(ended_by):
+    with pytest.raises(SystemExit) as error:
+        try:
+            raise ended_by
+        except type(ended_by):
+            with stopwatch.one_line("stages.json"):
+                raise OSError("mine")  # noqa: B904
+    assert error.value.code == "stages.json: mine"
+
+
 # Stamping
 
 
