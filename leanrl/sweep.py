@@ -407,8 +407,11 @@ def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
             return follow(client, job.submission_id)
     if not options.yes and not confirm(f"Launch {len(todo)} variants on {client.get_address()}?"):
         raise SweepError("nothing launched")
-    for variant in todo:
-        variant.enqueue()
+    # A launcher on this machine may run the same variants: their files are its. `drive` takes the
+    # lock for itself, so it must be free again.
+    with lock(RUNS / options.group):
+        for variant in todo:
+            variant.enqueue()
     spec = {
         "runs": str(RUNS.resolve()),
         "storage": options.storage,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import ROOT
@@ -435,11 +436,18 @@ def test_a_launcher_that_is_killed_takes_its_runs_along(place):
     assert states(place).count("finished") == 3
 
 
-def test_two_launchers_of_a_group_are_one_too_many(place):
+def test_two_launchers_of_a_group_are_one_too_many(place, monkeypatch, capsys):
     path = write_sweep(place, {"n": [1], "sleep": [600.0]})
     launcher = launch(path)
     wait_until(lambda: alive(place))
-    assert "has a launcher at work already" in call("run", path, check=2).stderr
+    refusal = call("run", path, check=2).stderr
+    assert "has a launcher at work already" in refusal
+    monkeypatch.setattr(sweep, "ROOT", place)
+    monkeypatch.setitem(sys.modules, "ray.job_submission", MagicMock())  # a cluster without jobs
+    assert sweep.main(["run", "study.py", "--launcher", "ray", "--yes"]) == 2
+    assert capsys.readouterr().err == refusal
+    assert states(place) == ["running"] and len(alive(place)) == 1
+    assert not list((place / "runs/study").glob("*/attempts"))
     launcher.terminate()
     launcher.communicate()
 
