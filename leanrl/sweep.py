@@ -312,7 +312,7 @@ def finish(variant: Variant, child: subprocess.Popen, deadline: float | None = N
         os.killpg(child.pid, signal.SIGKILL)  # helpers that it has left, too
     status = child.wait()
     state = "failed" if status else "finished"
-    if deadline is not None:
+    if status and deadline is not None:  # with 0 it had finished before
         state = "stopped"
     variant.update(state=state, exit_status=status, ended=time.time())
     return state

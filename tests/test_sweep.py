@@ -268,6 +268,19 @@ def test_a_run_that_a_signal_killed_has_failed(place):
     assert "1 done before" in call("run", place / "study.py", check=1).stdout
 
 
+def test_a_run_that_was_done_before_it_was_told_to_stop_is_finished(place):
+    for program, deadline, state in [
+        ("true", time.monotonic(), "finished"),
+        ("true", None, "finished"),
+        ("false", time.monotonic(), "stopped"),
+        ("false", None, "failed"),
+    ]:
+        child = subprocess.Popen([program], start_new_session=True)
+        child.wait()
+        one = variant()
+        assert sweep.finish(one, child, deadline) == one.status["state"] == state
+
+
 def test_the_runs_go_on_when_nobody_reads(place):
     """`| head -n 1`, and a terminal or a log file that takes no more."""
     mended = str(place / "mended")
