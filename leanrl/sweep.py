@@ -483,11 +483,17 @@ def run_task(variant: Variant, spec: dict) -> str:
         variant.folder = Path(scratch).resolve()
         variant.enqueue()
         run_all([variant], [environment], code)
-        # status.json comes last, so that who sees it there sees all files.
-        files = sorted(variant.folder.iterdir(), key=lambda path: path.name == "status.json")
-        for path in files:
-            fs.copy_files(str(path), f"{there}/{path.name}", fs.LocalFileSystem(), storage)
+        copy_folder(str(variant.folder), there, fs.LocalFileSystem(), storage)
         return variant.status["state"]
+
+
+def copy_folder(source: str, target: str, source_fs, target_fs) -> None:
+    """Copies status.json last: who sees it at `target` sees all files, even if a copy fails."""
+    from pyarrow import fs
+
+    found = source_fs.get_file_info(fs.FileSelector(source))
+    for each in sorted(found, key=lambda each: each.base_name == "status.json"):
+        fs.copy_files(each.path, f"{target}/{each.base_name}", source_fs, target_fs)
 
 
 def confirm(question: str) -> bool:
@@ -614,7 +620,7 @@ def sync(options: argparse.Namespace) -> int:
         name = f"{options.group}/{each.base_name}"
         if name not in finished:
             (RUNS / name).mkdir(parents=True, exist_ok=True)
-            fs.copy_files(each.path, str(RUNS / name), storage, fs.LocalFileSystem())
+            copy_folder(each.path, str(RUNS / name), storage, fs.LocalFileSystem())
             say(f"fetched {name}")
     return 0
 

@@ -581,6 +581,24 @@ def test_storage_that_is_no_address_is_one_line(place, monkeypatch, capsys):
     assert "--storage no address" in error and len(error.splitlines()) == 1
 
 
+def test_a_folder_that_could_not_be_fetched_whole_is_fetched_again(place):
+    """Its status.json, which says that it is finished, comes last."""
+    pytest.importorskip("pyarrow")
+    kept = place.parent / "bucket/study/0123456789"
+    (kept / "runs/the_run").mkdir(parents=True)
+    for name in ("stdout.log", "runs/the_run/found.json", "variant.json"):
+        (kept / name).write_text("{}")
+    (kept / "status.json").write_text('{"state": "finished"}')
+    here = place / "runs/study/0123456789"
+    (here / "stdout.log/in the way").mkdir(parents=True)
+    words = ["sync", "study", "--storage", f"file://{kept.parents[1]}"]
+    assert sweep.main(words) == 2 and not (here / "status.json").exists()
+    shutil.rmtree(here / "stdout.log")
+    assert sweep.main(words) == 0
+    for path in kept.rglob("*.*"):
+        assert (here / path.relative_to(kept)).read_text() == path.read_text()
+
+
 def test_the_template_of_a_cluster_is_one():
     """Ray's own schema, and the promise that idle workers end."""
     pytest.importorskip("ray")
