@@ -337,7 +337,8 @@ def run_all(todo: list[Variant], workers: list[dict], root: Path) -> None:
                 if deadline or child.poll() is not None:
                     del running[slot]
                     say(f"{finish(variant, child, deadline)}: {variant.name}")
-            time.sleep(POLL)
+            if running:
+                time.sleep(POLL)
     except BaseException:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the second Ctrl-C must not prevent this
@@ -460,7 +461,8 @@ def drive(options: argparse.Namespace) -> int:
                     state = f"lost ({getattr(error, 'cause', error)!r})"
                 say(f"{len(variants) - len(waiting)}/{len(variants)} {state}: {name}")
             for each, variant in waiting.items():
-                if variant.status.get("state") == "stopped":  # it may wait for a GPU that costs
+                # It has not begun, and may wait for a GPU that costs. Ray would interrupt a run.
+                if variant.status == {"state": "stopped"}:
                     ray.cancel(each)
     return 0
 
