@@ -346,7 +346,8 @@ def run_all(todo: list[Variant], workers: list[dict], root: Path) -> None:
             child.terminate()
         deadline = time.monotonic() + GRACE
         for variant, child in running.values():
-            finish(variant, child, deadline)
+            with suppress(OSError):  # a full disk must not save the others
+                finish(variant, child, deadline)
         raise
 
 

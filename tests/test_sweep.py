@@ -434,6 +434,31 @@ def test_an_interrupt_leaves_no_orphan_and_the_next_launch_goes_on(place, number
     assert len(found_in(place)) == 3
 
 
+def test_a_full_disk_leaves_no_orphan(place, monkeypatch):
+    """The first run has ended, the others take no notice of SIGTERM; no status can be written."""
+    children = [subprocess.Popen(["true"], start_new_session=True)]
+    for _ in range(2):
+        command = ["sh", "-c", "trap '' TERM; echo; exec sleep 600"]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        child.stdout.readline()
+        children.append(child)
+    children[0].wait()
+    todo = [variant(n=n) for n in range(3)]
+    for one in todo:
+        one.enqueue()
+    left = list(children)
+    monkeypatch.setattr(sweep, "start", lambda *_: left.pop(0))
+    monkeypatch.setattr(sweep.Variant, "update", MagicMock(side_effect=OSError("No space left")))
+    monkeypatch.setattr(sweep, "GRACE", 0.1)
+    monkeypatch.setattr(signal, "signal", MagicMock())  # this process keeps its own
+    with pytest.raises(OSError, match="No space left"):
+        sweep.run_all(todo, [{}] * 3, place)
+    ended = [child.poll() for child in children]
+    for child in children:
+        child.kill()
+    assert ended == [0, -signal.SIGKILL, -signal.SIGKILL]
+
+
 def test_a_launcher_that_is_killed_takes_its_runs_along(place):
     path = write_sweep(place, {"n": [1, 2, 3], "sleep": [0.0, 600.0]})
     launcher = launch(path, "--workers", "2")
