@@ -286,21 +286,24 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     inherited = dict(os.environ)
     inherited.pop("RAY_AUTH_TOKEN", None)
     libc = ctypes.CDLL(None)
-    with (variant.folder / "stdout.log").open("wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-u", script, *variant.flags],
-            cwd=variant.folder,
-            env=inherited | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # PR_SET_PDEATHSIG: a launcher or worker that is killed takes its runs along.
-            preexec_fn=lambda: sys.platform == "linux" and libc.prctl(1, signal.SIGTERM),
-        )
-    about = {"pid": child.pid, "host": os.uname().nodename, "attempt": attempt}
-    variant.update(state="running", started=time.time(), **about)
-    return child
+    # Before the process begins, so that a `stop` that comes while it does is not written over.
+    variant.update(state="running", started=time.time(), attempt=attempt)
+    try:
+        with (variant.folder / "stdout.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-u", script, *variant.flags],
+                cwd=variant.folder,
+                env=inherited | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # PR_SET_PDEATHSIG: a launcher or worker that is killed takes its runs along.
+                preexec_fn=lambda: sys.platform == "linux" and libc.prctl(1, signal.SIGTERM),
+            )
+    except BaseException:  # Ctrl-C, too
+        variant.update(state="stopped", ended=time.time())
+        raise
 
 
 def finish(variant: Variant, child: subprocess.Popen, deadline: float | None = None) -> str:
@@ -328,7 +331,9 @@ def run_all(todo: list[Variant], workers: list[dict], root: Path) -> None:
                 while queue and slot not in running:
                     variant = queue.pop(0)
                     if variant.status["state"] != "stopped":  # before its turn
-                        running[slot] = variant, start(variant, environment, root)
+                        child = start(variant, environment, root)
+                        running[slot] = variant, child
+                        variant.update(pid=child.pid, host=os.uname().nodename)
             for slot, (variant, child) in list(running.items()):
                 deadline = None
                 if variant.status["state"] == "stopping":  # as the command `stop` has asked

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -434,8 +435,35 @@ def test_an_interrupt_leaves_no_orphan_and_the_next_launch_goes_on(place, number
     assert len(found_in(place)) == 3
 
 
+def test_a_stop_during_a_start_is_heard(place, monkeypatch):
+    monkeypatch.setattr(signal, "signal", MagicMock())  # this process keeps its own
+    popen, told = subprocess.Popen, {"waiting": "stopped", "running": "stopping"}
+
+    def stopped(*words, **options):
+        child = popen(*words, **options)
+        one.update(state=told[one.status["state"]])  # as the command does
+        return child
+
+    one = variant(sleep=1)
+    for name, Popen, ending in [
+        ("stop", stopped, nullcontext()),
+        ("Ctrl-C", MagicMock(side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt)),
+        ("no memory", MagicMock(side_effect=OSError), pytest.raises(OSError)),
+    ]:
+        one.enqueue()
+        monkeypatch.setattr(subprocess, "Popen", Popen)
+        with ending:
+            sweep.run_all([one], [{}], place)
+        assert one.status["state"] == "stopped", name
+
+
 def test_a_full_disk_leaves_no_orphan(place, monkeypatch):
-    """The first run has ended, the others take no notice of SIGTERM; no status can be written."""
+    """The first run has ended, the others take no notice of SIGTERM; no end can be written down."""
+
+    def update(self, **changes):
+        if "ended" in changes:
+            raise OSError("No space left")
+
     children = [subprocess.Popen(["true"], start_new_session=True)]
     for _ in range(2):
         command = ["sh", "-c", "trap '' TERM; echo; exec sleep 600"]
@@ -448,7 +476,7 @@ def test_a_full_disk_leaves_no_orphan(place, monkeypatch):
         one.enqueue()
     left = list(children)
     monkeypatch.setattr(sweep, "start", lambda *_: left.pop(0))
-    monkeypatch.setattr(sweep.Variant, "update", MagicMock(side_effect=OSError("No space left")))
+    monkeypatch.setattr(sweep.Variant, "update", update)
     monkeypatch.setattr(sweep, "GRACE", 0.1)
     monkeypatch.setattr(signal, "signal", MagicMock())  # this process keeps its own
     with pytest.raises(OSError, match="No space left"):
