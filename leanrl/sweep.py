@@ -271,7 +271,7 @@ def put_away(folder: Path) -> int:
 def lock(folder: Path, kind: int = fcntl.LOCK_EX):
     """The open file that holds the lock of a group's folder; SweepError if a launcher has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("a")
+    file = (folder / ".lock").open("a+")  # NFSv4 shares a lock only on a file open for reading
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
