@@ -257,15 +257,17 @@ def write_json(path: Path, content: dict) -> None:
 
 def put_away(folder: Path) -> int:
     """Moves what a former attempt has left into attempts/N -> the number of the next one."""
-    number = len(list((folder / "attempts").glob("*"))) + 1
+    number = 1  # the first that is free, also if someone has deleted others
+    while (folder / f"attempts/{number}").exists():
+        number += 1
     if not (folder / "stdout.log").exists():
         return number
-    there = folder / "attempts" / str(number)
+    there = folder / f"attempts/{number}"
     there.mkdir(parents=True)
     for name in ("runs", "status.json", "stdout.log"):
         with suppress(FileNotFoundError):
             (folder / name).replace(there / name)
-    return number + 1
+    return put_away(folder)  # nothing is left to move: the next free number
 
 
 def lock(folder: Path, kind: int = fcntl.LOCK_EX):

@@ -260,6 +260,15 @@ def test_a_failure_stops_no_other_and_is_named(place):
     assert len(list((place / "runs/study").glob("*/attempts/*/stdout.log"))) == 3 + 6
 
 
+def test_attempts_may_be_deleted(tmp_path):
+    (tmp_path / "attempts/2").mkdir(parents=True)  # 1 is gone
+    for number, following in ((1, 3), (3, 4)):
+        (tmp_path / "stdout.log").write_text("said")
+        assert sweep.put_away(tmp_path) == following
+        assert (tmp_path / f"attempts/{number}/stdout.log").read_text() == "said"
+    assert sweep.put_away(tmp_path) == following
+
+
 def test_a_run_that_a_signal_killed_has_failed(place):
     """As one is that has taken all memory: its exit status is below 0."""
     done = call("run", write_sweep(place, {"dies": [True]}), check=1)
