@@ -110,7 +110,7 @@ def expand(params: dict, scripts: int = 1, most: float = math.inf) -> list[dict]
         order = list(graphlib.TopologicalSorter(needs).static_order())
     except graphlib.CycleError as error:
         raise SweepError(f"parameters in a circle: {' needs '.join(error.args[1])}") from None
-    variants = [{}]
+    variants = [dict.fromkeys(params)]  # keeps their order
     for name in order:
         longer = []
         for variant in variants:
@@ -122,7 +122,7 @@ def expand(params: dict, scripts: int = 1, most: float = math.inf) -> list[dict]
                 raise SweepError(f"{number} variants, {most} at most; --max-variants allows more")
             longer += [variant | {name: value} for value in values]
         variants = longer
-    return [{name: variant[name] for name in params} for variant in variants]
+    return variants
 
 
 def values_of(name: str, values, inputs: dict) -> list:
@@ -147,9 +147,9 @@ def values_of(name: str, values, inputs: dict) -> list:
         infinite = isinstance(value, float) and not math.isfinite(value)
         if infinite or b"\0" in word:
             raise SweepError(f"{name} has {value!r}, which is not finite or has a zero byte")
-        if (type(value), value) in seen:
+        if repr(value) in seen:  # True, 1 and 1.0 are three values
             raise SweepError(f"{name} has {value!r} twice")
-        seen.add((type(value), value))
+        seen.add(repr(value))
     return values
 
 
@@ -525,7 +525,9 @@ def run(options: argparse.Namespace) -> int:
     variants = load(options.sweep, options.max_variants)
     options.group = variants[0].group
     if options.dry_run:
-        say("\n".join([f"{len(variants)} variants", *(each.command for each in variants)]))
+        say(f"{len(variants)} variants")
+        for variant in variants:
+            say(variant.command)
         return 0
     if options.storage:
         sync(options)
@@ -598,8 +600,8 @@ def logs(options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Tells those who run them, by status.json, and waits until they have ended."""
-    found = known(options.prefix)
-    found = [variant for variant in found if variant.state in ("waiting", "running")]
+    told = {"waiting": "stopped", "running": "stopping"}
+    found = [variant for variant in known(options.prefix) if variant.state in told]
     if not found:
         raise SweepError(f"nothing that runs or waits is called {options.prefix!r}...")
     for variant in found:
@@ -608,9 +610,9 @@ def stop(options: argparse.Namespace) -> int:
         say("nothing stopped")
         return 1
     for variant in found:
-        told = {"waiting": "stopped", "running": "stopping"}.get(variant.state)
-        if told:  # it has not ended meanwhile
-            variant.update(state=told)
+        state = variant.state
+        if state in told:  # it has not ended meanwhile
+            variant.update(state=told[state])
     while any(variant.state == "stopping" for variant in found):
         time.sleep(POLL)
     return 0
@@ -620,15 +622,13 @@ def sync(options: argparse.Namespace) -> int:
     """Fetches from storage what is not finished here."""
     from pyarrow import fs
 
-    here = known(options.group)
-    finished = [variant.name for variant in here if variant.state == "finished"]
     try:
         storage, there = fs.FileSystem.from_uri(f"{options.storage}/{options.group}")
     except ValueError as error:
         raise SweepError(f"--storage {options.storage}: {error}") from None
     for each in storage.get_file_info(fs.FileSelector(there, allow_not_found=True)):
         name = f"{options.group}/{each.base_name}"
-        if name not in finished:
+        if Record(RUNS / name).state != "finished":
             (RUNS / name).mkdir(parents=True, exist_ok=True)
             copy_folder(each.path, str(RUNS / name), storage, fs.LocalFileSystem())
             say(f"fetched {name}")

@@ -906,8 +906,8 @@ BUGS = [
     ),
     Bug(
         SWEEP,
-        "if (type(value), value) in seen:",
-        "if value in [other for _, other in seen]:",
+        "if repr(value) in seen:",
+        "if value in map(eval, seen):",
         "test_sweep.py::test_true_and_one_are_two_values",
     ),
     Bug(
