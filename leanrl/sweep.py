@@ -25,9 +25,9 @@ stdout.log, runs/ (the run itself) and attempts/ (what former attempts have left
 
 A second launch skips what is finished, starts what waits, was stopped or lost with its launcher;
 what failed is named, and runs again with --retry-failed; with --again all run again, for instance
-after a change of the script. One failure stops no other, nor does the end of who reads the output.
-Exit status 0 if all variants are finished, 1 if one is not, 2 if the sweep makes no sense or runs/
-cannot be written, 130 after Ctrl-C, which ends all runs on this machine first.
+after a change of the script. One failure stops no other, nor does a reader of the output who leaves
+(`| head`). Exit status 0 if all variants are finished, 1 if one is not, 2 if the sweep makes no
+sense or runs/ cannot be written, 130 after Ctrl-C, which ends all runs on this machine first.
 
 With --launcher ray the sweep becomes one job of the cluster, which asks for no resources, and every
 variant a task of it, which waits for --cpus-per-run and --gpus-per-run. Ray ships the code. If the
@@ -64,7 +64,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
 GRACE = 20  # seconds that a run has to close its files
 POLL = 0.05  # seconds between two looks at the running ones
-LONGEST = 10_000  # bytes of a value: Linux takes 128 KiB as one word, and 2 MiB as all
+# Bytes of a value: Linux takes 128 KiB in one argument, 2 MiB in all of them together.
+LONGEST = 10_000
 LEAST = {"workers": 1, "max_variants": 1, "gpus_per_run": 0, "cpus_per_run": 0}
 MOST = 100_000  # of each of these options
 
@@ -79,7 +80,8 @@ def say(text: str, end: str = "\n", file=None) -> bool:
     try:
         print(text, end=end, file=file, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # for what Python still holds
+        # What Python still holds back goes there at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
         if not isinstance(error, BrokenPipeError):  # a full disk
             say(f"error: output is lost: {error}", file=sys.stderr)
         return False
@@ -89,7 +91,7 @@ def say(text: str, end: str = "\n", file=None) -> bool:
 def expand(params: dict, scripts: int = 1, most: float = math.inf) -> list[dict]:
     """Every combination of `params` {name: list, or function of others -> list}, in their order.
 
-    SweepError, before they are made, if `scripts` times as many are more than `most`.
+    Raises SweepError, before any is made, if `scripts` times their number exceeds `most`.
     """
     if not isinstance(params, dict) or not params:
         raise SweepError("params must be a dict with at least one parameter")
@@ -193,7 +195,8 @@ class Record:
     def state(self) -> str:
         """waiting, running, stopping, finished, failed, stopped, or lost with its launcher.
 
-        Or damaged, with the name of the file that says nothing about it any more.
+        Or unknown without a status.json, or damaged, with the name of the file that says nothing
+        about it any more.
         """
         state = self.status.get("state", "unknown")
         if state in ("running", "stopping"):
@@ -309,7 +312,10 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
 
 
 def finish(variant: Variant, child: subprocess.Popen, deadline: float | None = None) -> str:
-    """Records how a run ended -> its state. One that was told to stop has until `deadline`."""
+    """Records how a run ended -> its state.
+
+    With a `deadline` it was told to stop: it has until then, and is killed.
+    """
     if deadline is not None:
         with suppress(subprocess.TimeoutExpired):
             child.wait(timeout=max(0.0, deadline - time.monotonic()))
