@@ -565,8 +565,8 @@ BUGS = [
     ),
     Bug(
         WORLDS,
-        "costs = costs + 5e-3 * upper.square()",
-        "costs = costs + 1e-3 * upper.square()",
+        "costs += 5e-3 * upper.square()",
+        "costs += 1e-3 * upper.square()",
         "test_mujoco.py::test_steps_are_gymnasiums[InvertedDoublePendulum-v5-c]",
     ),
     Bug(
