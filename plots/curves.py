@@ -14,7 +14,7 @@ Written as PNG and SVG to --out:
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
                       over --x
     NAME_scores       of more than one line with two runs or more per task: interquartile mean of
-                      the last values with 95% intervals (of less than 5 runs they are too narrow)
+                      the last values with 95% intervals (of less than 10 runs they are too narrow)
                       and performance profile; NAME_scores.json also has, with --target, the steps
                       after which each run has first reached it
 
@@ -80,7 +80,7 @@ LEGEND = {
     "frameon": False,
 }
 BANDS = {
-    "bootstrap": "95% interval of the mean",
+    "bootstrap": "95% bootstrap interval of the mean",
     "std": "standard deviation",
 }
 AXES = {"steps": "environment steps", "seconds": "wall-clock time (seconds)"}

@@ -120,7 +120,7 @@ def gpu() -> str:
     busy = {}
     for row in record("utilization_h200")["rows"]:
         windows.append(row["window"])
-        if "GPU" in row:
+        if len(row["lines"].get("GPU", [])) > 2:  # fewer samples say nothing of a window
             busy[row["script"], row["row"]] = row["GPU"]["mean"]
     early, whole = record("ppo_mujoco_halfcheetah_h200")["runs"]  # `early` was ended
     of_worlds = ("ppo_mujoco_gpu", "baseline")
@@ -141,12 +141,13 @@ def gpu() -> str:
     steps, seconds = np.ptp(peer["points"], axis=0)
     ours = speeds["td3_continuous_action", "compile+cudagraphs"]
     took = whole["stages"]["wall_seconds"]
-    setup = took - whole["episodic_returns"][-1][-1]
+    setup = took - whole["episodic_returns"][-1][-1]  # before this record's first row
     captured = in_units(speeds["ppo_cartpole_gpu", "cudagraphs"])
     said = f"""Environment steps/s after the warm-up, one run each with a window of
     {min(windows):.1f} to {max(windows):.0f} s, on {hardware}
     (`speedup_h200.md`); the warm-up is of the captured run, with a cache of the compiler that was
-    empty for CartPole and worlds alone; busy: NVML, every second; -: not measured. CartPole
+    empty for CartPole and worlds alone; busy: NVML, every second; -: not measured,
+    or by fewer than three samples. CartPole
     captured but not compiled: {captured}. PPO's baseline ran first, while files were unpacked on
     other cores. `ppo_mujoco_gpu` is 4,096 worlds of mujoco_warp; the baseline was ended half way;
     the captured run returned {short(whole["mean_return_last_10"])} in training after
@@ -230,11 +231,12 @@ def physics() -> str:
 
 
 def overhead() -> str:
-    """The least and the largest bias of the stopwatch over all scripts."""
+    """The least and the largest bias of the stopwatch over the scripts that were measured."""
     rows = record("overhead_cpu")["rows"]
     means = [row["bias"]["mean"] for row in rows]
-    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} rows: "
-    return f"{said}less than what a single pair differs by (`overhead_cpu.md`).\n"
+    pairs = [abs(row["bias"][end]) for row in rows for end in ("min", "max")]
+    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} rows; "
+    return f"{said}single pairs differ by up to {max(pairs):.1%} (`overhead_cpu.md`).\n"
 
 
 def learning() -> str:
@@ -302,8 +304,10 @@ def race() -> str:
         heading += [task, f"minutes to {levels[task]:,}"]
     table = [heading]
     for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
-        mine = [run["machine"]["cpu"] for run in found["runs"] if run["entrant"] == entrant]
-        vectors = {cpu["vectors"] for cpu in mine}
+        vectors = set()
+        for row in found["rows"]:
+            if row["entrant"] == entrant:
+                vectors |= {*row["processor"].split(", ")}
         line = [entrant, ", ".join(sorted(vectors, reverse=True))]
         for task in levels:
             row = rows.get((entrant, task))
@@ -311,7 +315,8 @@ def race() -> str:
                 line += ["-", "-"]
                 continue
             means = [row[column]["mean"] if row[column] else None for column in columns]
-            line.append(", ".join("-" if mean is None else short(mean) for mean in means))
+            told = ", ".join("-" if mean is None else short(mean) for mean in means)
+            line.append(f"{told} ({row['seeds']})")
             reached = row["reached"]
             never = f"not in {row['minutes']}"
             told = f"{statistics.fmean(reached):.1f}" if reached else never
@@ -320,12 +325,11 @@ def race() -> str:
             line.append(told)
         table.append(line)
     minutes = [re.sub(r"\D", "", column) for column in columns]
-    seeds = sorted({row["seeds"] for row in found["rows"]})
     vectors = dict.fromkeys(run["machine"]["cpu"]["vectors"] for run in found["runs"])
     last = found["runs"][-1]["machine"]
     machine = where(last | {"cpu": last["cpu"] | {"vectors": " or ".join(vectors)}})
     said = f"Returns after {', '.join(minutes[:-1])} and {minutes[-1]} minutes of processor time, "
-    said += f"seeds: {' to '.join(map(str, seeds))}, on {machine} (`race_cpu.md`, with ranges); "
+    said += f"in brackets the number of seeds, on {machine} (`race_cpu.md`, with ranges); "
     said += "-: not run yet."
     return f"{as_markdown(table, labels=2)}\n\n{said}\n"
 
@@ -451,7 +455,9 @@ def main(arguments: list[str] | None = None) -> int:
         if new != text:
             print("README.md differs from the records: python plots/readme.py", file=sys.stderr)
         return int(new != text)
-    path.write_text(new)
+    partial = path.with_suffix(".partial")
+    partial.write_text(new)
+    partial.replace(path)
     return 0
 
 

@@ -114,8 +114,10 @@ def make_parser(doc: str, *options: str) -> Parser:
 
 
 def start(main: Callable[[], int], interrupted: str = "interrupted") -> None:
-    """Calls `main` and exits; SIGTERM ends it as Ctrl-C does, and a full disk is one line."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Calls `main` and exits; SIGTERM and SIGHUP end it as Ctrl-C does; a full disk is one line."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # SIGHUP is ignored under nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         try:
             status = main()
@@ -565,7 +567,7 @@ class Series:
     """One metric of a run, in the order of its steps."""
 
     steps: np.ndarray  # (n,) environment steps
-    seconds: np.ndarray  # (n,) since the run began to write, without lost steps and pauses
+    seconds: np.ndarray  # (n,) since the run was set up, without lost steps and pauses
     values: np.ndarray  # (n,)
 
 
@@ -581,6 +583,9 @@ def read_series(path: Path, tags: list[str] | None = None) -> dict[str, Series]:
     except Exception:  # none there, or none of TensorBoard's: it raises many kinds
         return found
     rows = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    speeds = rows.get(SPEED)
+    if speeds and speeds[0].value:  # steps per second since the run was set up, before any record
+        start = speeds[0].wall_time - speeds[0].step / speeds[0].value
     times = {tag: np.array([row.wall_time for row in mine]) for tag, mine in rows.items()}
     everything = np.concatenate([*times.values(), [start]])
     names = " ".join(file.name for file in path.glob("events.out.tfevents.*"))

@@ -338,7 +338,8 @@ def test_the_quick_runs_are_longer_on_a_gpu():
     assert max(tiny) < 50_000
 
 
-def test_an_interrupt_ends_the_running_child(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_running_child(number, tmp_path):
     mark, log = tmp_path / "ended cleanly", tmp_path / "log"
     child = (
         "import signal, sys, time, pathlib\n"
@@ -350,14 +351,15 @@ def test_an_interrupt_ends_the_running_child(tmp_path):
         f"import sys; sys.path.append({str(ROOT / 'plots/measure')!r})\n"
         "import signal, processes; from pathlib import Path\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"processes.run_logged([sys.executable, '-c', {child!r}], Path({str(log)!r}), print)\n"
+        f"command, log = [sys.executable, '-c', {child!r}], Path({str(log)!r})\n"
+        "processes.start(lambda: processes.run_logged(command, log, print))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
     deadline = time.time() + 60
     while not (log.exists() and "ready" in log.read_text()) and time.time() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=60)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 130
     assert mark.exists()
 
 

@@ -50,8 +50,8 @@ def check_field(parser: argparse.ArgumentParser, options: argparse.Namespace, na
 
 
 def start(main: Callable[[], int]) -> None:
-    """Calls `main` and exits; Ctrl-C, SIGTERM and a closed pipe end the running child as well."""
-    run_dirs.start(main, "interrupted; the runs so far are in runs/")
+    """Calls `main` and exits; signals and a closed pipe end the running child as well."""
+    run_dirs.start(main, "interrupted; what is finished is kept")
 
 
 # One run

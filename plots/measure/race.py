@@ -21,7 +21,7 @@ call goes on from there.
 
     processor       its vector instructions: those with AVX512 are faster
     after N min     return: mean of the seeds, and range. An entrant that has made its steps stays.
-                    Shorter runs than --minutes are told of where there are no others
+                    Where an entrant has no run of --minutes, its longest shorter ones are told of
     minutes to      until the first evaluation at the level: mean of the seeds that reach it, and
                     how many of them do
 

@@ -18,7 +18,8 @@ come from config.json and stages.json of the runs:
     speed-up        ratio of that mean to the baseline's
     warm-up s       what steps/s leaves out: random exploration, compilation and capture, but not
                     the imports. `first` is the row's first run, for which the compiler's cache is
-                    empty (--table-only, --full: as the run found it), `best` the fastest
+                    empty, but for headers that all rows share (--table-only, --full: as the run
+                    found it), `best` the fastest
     all steps/s     mean of all steps / all seconds
 
 Written to plots/out/: speedup.md and .json, the figures speedup, curves_learning, breakdown_stages
@@ -185,7 +186,7 @@ def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
     with tempfile.TemporaryDirectory() as caches:
         for job in jobs:
             log = logs / f"{job.name.replace(' ', '-')}.log"
-            cache = Path(caches, f"{job.script}-{job.row}")  # empty: `first` is a cold start
+            cache = Path(caches, f"{job.script}-{job.row}")  # empty, for `first`
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
             keywords = {"what": job.name, "environment": environment}
             make = partial(processes.run_and_read, job.command, log, **keywords)

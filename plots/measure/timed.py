@@ -162,12 +162,14 @@ def make(
         command += ["--tasks", task, "--seed", str(seed), "--minutes", str(options.minutes)]
         here = run_dirs.this_machine()
         here["cpu"]["threads"] = 1
+        here |= {"gpu": None, "gpu_driver": None}  # none is used
         core = cores.get()
         try:
             pinned = ["taskset", "-c", str(core), *command]
             with tempfile.TemporaryDirectory() as cache:
                 environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
                 environment["TMPDIR"] = cache  # where the compiler also keeps its headers
+                environment["CUDA_VISIBLE_DEVICES"] = ""
                 status = processes.run_logged(pinned, log, go_on, environment)
             found = processes.read_log(status, log, f"{name}, {task}, seed {seed}", read)
         except ValueError as failure:
@@ -208,8 +210,11 @@ def report(
     for option, key in ((f"--{kind}s", kind), ("--tasks", "task")):
         words += [option, *dict.fromkeys(run[key] for run in told)]
     command = shlex.join(words)
-    lines = [line for run in told for line in run_dirs.describe(run["machine"])]
-    above = [f"{title}: {command}", *dict.fromkeys(lines)]
-    above.append(f"{minutes} minutes per run, in processor time, a core each")
+    lines = []
+    for run in told:  # not the load: minutes are of processor time
+        lines += run_dirs.describe(run["machine"] | {"load_average_1min": None})
+    lengths = " or ".join(map(str, sorted({run["minutes"] for run in told})))
+    above = [f"{title}, as far as it is made: {command}", *dict.fromkeys(lines)]
+    above.append(f"{lengths} minutes per run, in processor time, a core each")
     record = {"schema": 1, "command": command, "table": table, "rows": rows, "runs": runs}
     run_dirs.write_report(stem, above, table, [], record)
