@@ -23,6 +23,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count, pairwise
+from multiprocessing import resource_tracker
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, NamedTuple
@@ -230,6 +231,9 @@ def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
 
 def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
     """Puts back what `get_statistics` has returned."""
+    known = len(statistics["obs_rms_mean"])
+    if known != envs.num_envs:
+        raise SystemExit(f"--num-envs: the checkpoint is of {known}")
     # speed: into the arrays of all environments
     for name in ("mean", "var", "count"):
         rows = getattr(envs, name)
@@ -287,7 +291,7 @@ class Batch(NamedTuple):
     values: Tensor  # (B,)
     advantages: Tensor  # (B,)
     returns: Tensor  # (B,)
-    importance: Tensor  # (B,) how much likelier the actions are than where they were drawn
+    importance: Tensor  # (B,) probability of the actions as learning begins over that when drawn
 
 
 class Rollout:
@@ -312,10 +316,10 @@ class Slot(Rollout):
     def __init__(self, args: Args, obs_dim: int, action_dim: int, model: ActorCritic):
         super().__init__(args, obs_dim, action_dim, torch.device("cpu"))
         self.noise = torch.zeros_like(self.actions)  # standard normal
-        self.version = torch.tensor(0)  # how many updates the weights have seen
         self.weights = get_weights(model)
         for tensor in vars(self).values():
             tensor.share_memory_()  # nothing of it outlives the processes, however they end
+        self.version = 0  # how many updates its weights have seen; the learner's alone
 
 
 def get_weights(model: nn.Module) -> Tensor:
@@ -329,7 +333,7 @@ class Report(NamedTuple):
     truncations: list  # (t, n, final observation (O,)) of episodes that were truncated
     episodes: list  # (step, what is logged) of episodes that ended
     statistics: dict  # of the normalization after the rollout, {name: tensor}
-    waited: float  # seconds, for the slot
+    waited: float  # seconds that the collector has waited for this slot
 
 
 # Losses
@@ -613,7 +617,8 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
     """What the collector does: makes a rollout in each slot whose index it gets."""
     device = use_device(args.collector_device)
     warmup_steps = STEADY_AFTER * args.num_envs * args.num_steps
-    watch = Stopwatch(device, args.stopwatch, warmup_steps, trace_after=3, trace_iterations=1)
+    mode = "time" if args.stopwatch == "trace" else args.stopwatch  # the trace is the learner's
+    watch = Stopwatch(device, mode, warmup_steps)
     envs = make_envs(args.env_id, args.num_envs, args.gamma)
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
@@ -745,7 +750,7 @@ def main(args: Args) -> Path:
                     index = handed_out % len(slots)
                     slot = slots[index]
                     slot.weights.copy_(get_weights(agent))
-                    slot.version.fill_(version)
+                    slot.version = version
                     slot.noise.normal_()
                     collector.send(index)
                     handed_out += 1
@@ -767,7 +772,7 @@ def main(args: Args) -> Path:
                 for t, n, final_obs in report.truncations:  # of all others it is 0
                     inputs = torch.as_tensor(final_obs, device=device)
                     rollout.final_values[t, n] = agent.value(inputs)
-                staleness = version - slot.version.item()
+                staleness = version - slot.version
                 # speed: the same for both
                 batch = agent.prepare(rollout)
                 clipfracs = []
@@ -819,9 +824,9 @@ def main(args: Args) -> Path:
 
 
 class Worker:
-    """A process of this run, with a pipe to it, that ends with this one, however that ends.
+    """A child process and a pipe to it. It ends when this process ends, even by SIGKILL.
 
-    If it ends before, that ends the run in one line: `check` does so, to be called on SIGCHLD.
+    If it dies first, the run ends in one line: `supervision` calls `check` on SIGCHLD for that.
     """
 
     def __init__(self, name: str, function, *args):
@@ -831,6 +836,7 @@ class Worker:
         self.process = context.Process(target=work, args=(function, pipe, *args), daemon=True)
         # A terminal sends these to every process of a run, of which this one ends the others.
         numbers = signal.SIGINT, signal.SIGHUP
+        resource_tracker.ensure_running()  # its start would unblock them again
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         self.process.start()  # they stay blocked in it
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -844,11 +850,8 @@ class Worker:
             raise SystemExit(f"the {self.name} died: {how}")
 
     def send(self, message):
-        try:
+        with suppress(OSError):  # it has died: SIGCHLD or `receive` ends the run
             send(self.pipe, message)
-        except OSError:  # SIGCHLD follows
-            self.process.join()
-            self.check()
 
     def receive(self):
         try:
@@ -889,7 +892,7 @@ def work(function, pipe, *args):
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)  # once: a second one would end its report
     threading.Thread(target=die_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # the other cores are the learner's
     try:
@@ -1307,7 +1310,7 @@ def check_env(args):  # says before the training what the environment or its vid
 def undisturbed(forget=False):  # a signal that comes meanwhile counts afterwards, or not at all
     came = []
     handlers = {}
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGCHLD):  # the last: a process of the run has died
         handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield

@@ -225,6 +225,9 @@ def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
 
 def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
     """Puts back what `get_statistics` has returned."""
+    known = len(statistics["obs_rms_mean"])
+    if known != envs.num_envs:
+        raise SystemExit(f"--num-envs: the checkpoint is of {known}")
     # speed: into the arrays of all environments
     for name in ("mean", "var", "count"):
         rows = getattr(envs, name)
@@ -1085,7 +1088,7 @@ def check_env(args):  # says before the training what the environment or its vid
 def undisturbed(forget=False):  # a signal that comes meanwhile counts afterwards, or not at all
     came = []
     handlers = {}
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGCHLD):  # the last: a process of the run has died
         handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield

@@ -960,7 +960,7 @@ def check_env(args):  # says before the training what the environment or its vid
 def undisturbed(forget=False):  # a signal that comes meanwhile counts afterwards, or not at all
     came = []
     handlers = {}
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGCHLD):  # the last: a process of the run has died
         handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield

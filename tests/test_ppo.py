@@ -292,6 +292,8 @@ def test_an_evaluation_is_the_mean_action_under_frozen_statistics(module):
     means = np.array([[0.5, 0.3, 2.0], [-0.7, 0.3, -1.0]])  # far apart, as after other episodes
     variances = np.array([[0.1, 1e-4, 3.0], [0.3, 2e-4, 2.0]])  # the second is clipped at 10
     statistics["obs_rms_mean"], statistics["obs_rms_var"] = map(torch.tensor, (means, variances))
+    with pytest.raises(SystemExit, match="^--num-envs: the checkpoint is of 2$"):
+        module.set_statistics(module.make_envs("Pendulum-v1", 1, gamma=0.99), statistics)
     module.set_statistics(envs, statistics)
     statistics, returns = module.get_statistics(envs), []
     samples = np.random.default_rng(0).normal(size=(2, 100_000, 3)) * np.sqrt(variances)[:, None]

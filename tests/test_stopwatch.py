@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import signal
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
@@ -273,6 +274,23 @@ def test_a_failing_record_names_its_own_reason_and_not_what_ended_the_run(ended_
             with stopwatch.one_line("stages.json"):
                 raise OSError("mine")  # noqa: B904
     assert error.value.code == "stages.json: mine"
+
+
+def test_a_process_that_dies_does_not_interrupt_what_must_not_be():
+    """In the middle of TensorBoard's queue the lock would stay locked, and the run hang."""
+
+    def dies(number, frame):
+        raise SystemExit("the collector died")
+
+    before = signal.signal(signal.SIGCHLD, dies)
+    done = []
+    try:
+        with pytest.raises(SystemExit, match="the collector died"), stopwatch.undisturbed():
+            signal.raise_signal(signal.SIGCHLD)
+            done.append("a write")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert done
 
 
 # Stamping
