@@ -780,6 +780,7 @@ def test_metrics_of_updates_and_target_kl(monkeypatch):
     [
         ({"env_id": "Breakot-v5"}, "--env-id: EnvPool has no Atari game Breakot-v5; Breakout-v5"),
         ({"env_id": "CartPole-v1"}, "--env-id: EnvPool has no Atari game CartPole-v1"),
+        ({"env_id": "D1Basic-v1"}, "--env-id: EnvPool has no Atari game D1Basic-v1"),
         ({"num_steps": 3, "num_envs": 2, "num_minibatches": 4}, "--num-minibatches: does not"),
         ({"num_minibatches": 128}, "--num-minibatches: does not divide 128 steps into two or more"),
         ({"total_timesteps": 127}, "--total-timesteps: no iteration is left after 0 steps"),
