@@ -477,7 +477,7 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
     obs, _ = envs.pool.reset()
-    for _ in range(50_000):  # a game without end counts with its score so far
+    while running.any():  # EnvPool ends games after 27,000 steps
         if args.capture_video and running[0]:
             frames.append(envs.pool.render(env_ids=0)[0])
         noise.exponential_(generator=generator)
@@ -487,8 +487,6 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
         obs, rewards, _, _, infos = envs.step(actions)
         returns += running * rewards
         running &= ~infos["whole"]
-        if not running.any():
-            break
     envs.pool.close()
     if frames:
         from gymnasium.utils.save_video import save_video
