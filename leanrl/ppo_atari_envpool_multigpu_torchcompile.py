@@ -132,8 +132,9 @@ class AtariEnvs:
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
+        terminated |= over  # also where the game meets the limit of frames
         truncated &= ~over
-        ended = terminated | truncated | over
+        ended = terminated | truncated
         whole = over | truncated  # games
         self.returns += infos["reward"]  # not clipped
         self.lengths += 1
@@ -147,7 +148,6 @@ class AtariEnvs:
             obs[index] = first_obs
             self.returns[whole] = 0
             self.lengths[whole] = 0
-        terminated = ended & ~truncated
         return obs, rewards, terminated, truncated, infos
 
 
