@@ -282,12 +282,9 @@ class PQN(nn.Module):
         return metrics
 
     def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
-        """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
-        indices = order.view(self.args.num_minibatches, -1)
-        rows = [self.update(batch, index) for index in indices]
-        metrics = {}
-        for name in rows[0]:
-            metrics[name] = torch.stack([row[name] for row in rows])
+        """An epoch in the order of a permutation (B,) -> what its last minibatch logs."""
+        for index in order.view(self.args.num_minibatches, -1):
+            metrics = self.update(batch, index)
         return metrics
 
 
@@ -385,12 +382,9 @@ def main(args: Args) -> Path:
                     metrics = agent.learn(batch, order)
 
             # 3. Log the last minibatch's losses, which are not finite if a reward is not.
-            row = {}
-            for tag, values in metrics.items():
-                row[tag] = values[-1]
-            row["charts/learning_rate"] = learning_rate
-            row["charts/epsilon"] = epsilons[-1, 0]
-            run.log(row)
+            metrics["charts/learning_rate"] = learning_rate
+            metrics["charts/epsilon"] = epsilons[-1, 0]
+            run.log(metrics)
 
             # 4. Save and evaluate, now and then and at the end.
             if run.due(args.checkpoint_every, at_end=args.save_model):
