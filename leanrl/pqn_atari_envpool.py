@@ -306,9 +306,8 @@ def main(args: Args) -> Path:
     on_gpu = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        steps = f"{batch_size:,} steps"
-        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
+    if batch_size % args.num_minibatches:
+        raise SystemExit(f"--num-minibatches: does not divide {batch_size:,} steps")
     warmup_steps = STEADY_AFTER * batch_size
     run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)

@@ -472,9 +472,8 @@ def main(args: Args) -> Path:
         if not args.bf16:
             print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
     batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        steps = f"{batch_size:,} steps"
-        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
+    if batch_size % args.num_minibatches:
+        raise SystemExit(f"--num-minibatches: does not divide {batch_size:,} steps")
     warmup_steps = STEADY_AFTER * batch_size
     run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)

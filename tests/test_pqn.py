@@ -279,6 +279,15 @@ def test_main_does_what_it_says(module, monkeypatch):
     assert [value for _, value in rows["charts/eval_return"]] == means and len(means) == 2
 
 
+@SCRIPTS
+def test_minibatches_may_be_single_steps_and_have_to_be_equal(module):
+    flags = {"num_steps": 2, "total_timesteps": 2 * ENVS}
+    rows = read_scalars(train(module, **flags, num_minibatches=2 * ENVS))
+    assert len(rows["losses/td_loss"]) == 1
+    with pytest.raises(SystemExit, match=f"^--num-minibatches: does not divide {2 * ENVS} steps$"):
+        train(module, **flags, num_minibatches=4)
+
+
 def test_whole_runs_agree_and_go_on(backend):  # noqa: F811
     """Both `main`s on one seed, the variant eager and compiled, to the end and in two parts."""
     found = []
