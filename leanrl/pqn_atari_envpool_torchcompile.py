@@ -329,19 +329,14 @@ class RAdam:
             length = longest - 2 * steps * beta2_power / (1 - beta2_power)
             rectification = (length - 4) * (length - 2) * longest
             rectification = rectification / ((longest - 4) * (longest - 2) * length)
-            rectification = rectification.clamp(min=0) * (1 - beta2_power)
-            rectification = rectification.sqrt().to(self.lr.dtype)
+            rectification = (rectification * (1 - beta2_power)).sqrt()
             # the first steps, whose second moments are known too badly, do not divide by them
-            rectified = length > 5
-            rectified = rectified.to(self.lr.dtype)
+            early = length <= 5
+            rate = self.lr / (1 - beta1_power) * rectification.masked_fill(early, 1)
             denominators = torch._foreach_sqrt(self.exp_avg_sqs)
             torch._foreach_add_(denominators, self.eps)
+            denominators = [each.masked_fill(early, 1) for each in denominators]
             changes = torch._foreach_div(self.exp_avgs, denominators)
-            scale = rectified * rectification
-            torch._foreach_mul_(changes, scale)
-            undivided = torch._foreach_mul(self.exp_avgs, 1 - rectified)
-            torch._foreach_add_(changes, undivided)
-            rate = self.lr / (1 - beta1_power)
             torch._foreach_mul_(changes, rate.to(self.lr.dtype))
             torch._foreach_sub_(self.parameters, changes)
 

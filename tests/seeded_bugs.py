@@ -1242,8 +1242,8 @@ BUGS = [
     ),
     Bug(
         "leanrl/pqn_atari_envpool_torchcompile.py",
-        "rectified = length > 5",
-        "rectified = length > 4",
+        "early = length <= 5",
+        "early = length <= 4",
         "test_pqn.py::test_the_optimizer_is_pytorchs",
     ),
     Bug(
