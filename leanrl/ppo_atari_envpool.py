@@ -300,26 +300,25 @@ class PPO(nn.Module):
 
     def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
         """A rollout and the values of what follows it (N,) -> B = T N steps to learn from."""
-        with torch.no_grad():
-            following = torch.cat([rollout.values[1:], next_values[None]])
-            following = torch.where(rollout.ended.bool(), rollout.final_values, following)
-            advantages = compute_gae(
-                rollout.rewards,
-                rollout.values,
-                following,
-                rollout.ended,
-                self.args.gamma,
-                self.args.gae_lambda,
-            )
-            batch = Batch(
-                obs=rollout.obs,
-                actions=rollout.actions,
-                log_probs=rollout.log_probs,
-                values=rollout.values,
-                advantages=advantages,
-                returns=advantages + rollout.values,
-            )
-            return Batch._make([column.flatten(0, 1) for column in batch])
+        following = torch.cat([rollout.values[1:], next_values[None]])
+        following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+        advantages = compute_gae(
+            rollout.rewards,
+            rollout.values,
+            following,
+            rollout.ended,
+            self.args.gamma,
+            self.args.gae_lambda,
+        )
+        batch = Batch(
+            obs=rollout.obs,
+            actions=rollout.actions,
+            log_probs=rollout.log_probs,
+            values=rollout.values,
+            advantages=advantages,
+            returns=advantages + rollout.values,
+        )
+        return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""

@@ -366,18 +366,17 @@ class PQN(nn.Module):
 
     def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
         """A rollout and the best values of what follows it (N,) -> B = T N steps to learn from."""
-        with torch.no_grad():
-            following = torch.cat([rollout.values[1:], next_values[None]])
-            following = torch.where(rollout.ended.bool(), rollout.final_values, following)
-            returns = lambda_returns(
-                rollout.rewards,
-                following,
-                rollout.ended,
-                self.args.gamma,
-                self.args.q_lambda,
-            )
-            batch = Batch(obs=rollout.obs, actions=rollout.actions, returns=returns)
-            return Batch._make([column.flatten(0, 1) for column in batch])
+        following = torch.cat([rollout.values[1:], next_values[None]])
+        following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+        returns = lambda_returns(
+            rollout.rewards,
+            following,
+            rollout.ended,
+            self.args.gamma,
+            self.args.q_lambda,
+        )
+        batch = Batch(obs=rollout.obs, actions=rollout.actions, returns=returns)
+        return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""

@@ -326,8 +326,8 @@ BUGS = [
     ),
     Bug(
         f"{ATARI} {PPO_GYMNASIUM}",
-        "                returns=advantages + rollout.values,",
-        "                returns=advantages + following,",
+        "returns=advantages + rollout.values,",
+        "returns=advantages + following,",
         "test_ppo.py::test_an_iteration_is_that_of_stable_baselines3",
     ),
     Bug(
@@ -1155,8 +1155,8 @@ BUGS = [
     ),
     Bug(
         ATARI,
-        "self.args.gamma,\n                self.args.gae_lambda,",
-        "self.args.gae_lambda,\n                self.args.gamma,",
+        "self.args.gamma,\n            self.args.gae_lambda,",
+        "self.args.gae_lambda,\n            self.args.gamma,",
         "test_atari.py::test_main_does_what_it_says[baseline]",
     ),
     # CartPole
