@@ -208,13 +208,13 @@ def lambda_returns(
     after a termination, that of the final observation after a truncation. `ended` is 1 after
     either, and the rollout ends as a truncated episode does.
     """
+    weights = lam * (1 - ended)
     returns = torch.empty_like(rewards)
-    following = next_values[-1]  # the return of what follows step t
+    next_return = next_values[-1]
     for t in reversed(range(len(rewards))):
-        mixed = lam * following + (1 - lam) * next_values[t]
-        mixed = torch.where(ended[t].bool(), next_values[t], mixed)
-        following = rewards[t] + gamma * mixed
-        returns[t] = following
+        mixed = weights[t] * next_return + (1 - weights[t]) * next_values[t]
+        next_return = rewards[t] + gamma * mixed
+        returns[t] = next_return
     return returns
 
 
@@ -256,13 +256,13 @@ class PQN(nn.Module):
         with torch.no_grad():
             return self.model(obs).amax(dim=1)
 
-    def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
-        """A rollout and the best values of what follows it (N,) -> B = T N steps to learn from."""
-        following = torch.cat([rollout.values[1:], next_values[None]])
-        following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+    def prepare(self, rollout: Rollout, last_values: Tensor) -> Batch:
+        """A rollout and the best values of what follows its last step (N,) -> its T N steps."""
+        next_values = torch.cat([rollout.values[1:], last_values[None]])
+        next_values = torch.where(rollout.ended.bool(), rollout.final_values, next_values)
         returns = lambda_returns(
             rollout.rewards,
-            following,
+            next_values,
             rollout.ended,
             self.args.gamma,
             self.args.q_lambda,

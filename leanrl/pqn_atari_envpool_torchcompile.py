@@ -364,13 +364,13 @@ class PQN(nn.Module):
         with torch.no_grad():
             return self.model(obs).amax(dim=1)
 
-    def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
-        """A rollout and the best values of what follows it (N,) -> B = T N steps to learn from."""
-        following = torch.cat([rollout.values[1:], next_values[None]])
-        following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+    def prepare(self, rollout: Rollout, last_values: Tensor) -> Batch:
+        """A rollout and the best values of what follows its last step (N,) -> its T N steps."""
+        next_values = torch.cat([rollout.values[1:], last_values[None]])
+        next_values = torch.where(rollout.ended.bool(), rollout.final_values, next_values)
         returns = lambda_returns(
             rollout.rewards,
-            following,
+            next_values,
             rollout.ended,
             self.args.gamma,
             self.args.q_lambda,

@@ -1224,14 +1224,14 @@ BUGS = [
     # PQN
     Bug(
         "leanrl/pqn_*.py",
-        "torch.where(rollout.ended.bool(), rollout.final_values, following)",
-        "following",
+        "torch.where(rollout.ended.bool(), rollout.final_values, next_values)",
+        "next_values",
         "test_pqn.py::test_main_does_what_it_says[baseline]",
     ),
     Bug(
         "leanrl/pqn_atari_envpool.py",
-        "        mixed = torch.where(ended[t].bool(), next_values[t], mixed)\n",
-        "",
+        "    weights = lam * (1 - ended)\n",
+        "    weights = lam * torch.ones_like(ended)\n",
         "test_pqn.py::test_returns_are_mixtures_of_all_lengths[0.65-13-baseline]",
     ),
     Bug(

@@ -225,10 +225,10 @@ def test_main_does_what_it_says(module, monkeypatch):
         acts.append((len(obs), explores.clone(), found[0].clone()))
         return found
 
-    def watched_prepare(self, rollout, next_values):
-        batch = prepare(self, rollout, next_values)
+    def watched_prepare(self, rollout, last_values):
+        batch = prepare(self, rollout, last_values)
         copies = {name: x.clone() for name, x in vars(rollout).items() if name != "host"}
-        rollouts.append((copy.deepcopy(self), copies, next_values.clone(), batch))
+        rollouts.append((copy.deepcopy(self), copies, last_values.clone(), batch))
         return batch
 
     monkeypatch.setattr(envpool, "make_gymnasium", make)
@@ -242,13 +242,13 @@ def test_main_does_what_it_says(module, monkeypatch):
         return torch.from_numpy(np.swapaxes(np.array(values), 0, 1))
 
     assert len(rollouts) == ROLLOUTS
-    for r, (agent, rollout, next_values, batch) in enumerate(rollouts):
+    for r, (agent, rollout, last_values, batch) in enumerate(rollouts):
         part = slice(STEPS * r, STEPS * (r + 1))
         terminated, truncated = column("terminated", part), column("truncated", part)
         assert terminated.any() and truncated.any()
         values = agent.value(column("obs", part).flatten(0, 1)).view(STEPS, ENVS)
         finals = agent.value(column("final_obs", part).flatten(0, 1)).view(STEPS, ENVS)
-        following = torch.cat([values[1:], next_values[None]])
+        following = torch.cat([values[1:], last_values[None]])
         following = torch.where(truncated, finals, following) * ~terminated
         ended = (terminated | truncated).float()
         inputs = (column("reward", part).numpy(), following.numpy(), ended.numpy())
