@@ -12,7 +12,7 @@ and the run goes on. The first rollouts pay for compilation in every process: se
 warm-up, fewer with a warm cache.
 """
 
-# speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
+# speed: CudaGraphModule captures a function as a CUDA graph
 import json
 import math
 import os
@@ -25,7 +25,6 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
@@ -491,16 +490,15 @@ def capture_agent(agent: PPO) -> None:
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
     """
     recorded = dict(vars(agent.args))
-    capture = partial(CudaGraphModule, warmup=3)
-    gradient = capture(agent.gradient)
+    gradient = CudaGraphModule(agent.gradient, warmup=3)
 
-    def replay(*inputs):
+    def replay(batch, index, advantages):
         assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
-        return gradient(*inputs)
+        return gradient(batch, index, advantages)
 
-    agent.act = capture(agent.act)
+    agent.act = CudaGraphModule(agent.act, warmup=3)
     agent.gradient = replay
-    agent.step = capture(agent.step)
+    agent.step = CudaGraphModule(agent.step, warmup=3)
 
 
 # Training

@@ -11,7 +11,7 @@ to the letter. Without a CUDA device --cudagraphs says so in one line and the ru
 rollouts pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
 """
 
-# speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
+# speed: CudaGraphModule captures a function as a CUDA graph
 import json
 import math
 import os
@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
@@ -438,14 +437,13 @@ def capture_agent(agent: PQN) -> None:
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
     """
     recorded = dict(vars(agent.args))
-    capture = partial(CudaGraphModule, warmup=3)
-    learn = capture(agent.learn)
+    learn = CudaGraphModule(agent.learn, warmup=3)
 
-    def replay(*inputs):
+    def replay(batch, order):
         assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
-        return learn(*inputs)
+        return learn(batch, order)
 
-    agent.act = capture(agent.act)
+    agent.act = CudaGraphModule(agent.act, warmup=3)
     agent.learn = replay
 
 
