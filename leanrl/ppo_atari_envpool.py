@@ -7,9 +7,10 @@
 Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.06347), with CleanRL's
 defaults and the network of Mnih et al., 2015. A step is 4 frames, seen as the last 4 steps' frames
 of 84 x 84 in grey; the loss of a life ends an episode and rewards are clipped to their sign, while
-the returns that are logged are whole games' scores. Other than in CleanRL, a game that meets the
-limit of frames bootstraps from the value of its final observation, and no step with which EnvPool
-resets a game is learned from. EnvPool (requirements/envpool.txt) brings all games along.
+the returns that are logged are whole games' scores, less what scores in the up to 30 frames with
+which EnvPool begins each life. Other than in CleanRL, a game that meets the limit of frames
+bootstraps from the value of its final observation, and no step with which EnvPool resets a game is
+learned from. EnvPool (requirements/envpool.txt) brings all games along.
 
 Its twin ppo_atari_envpool_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, A actions, O = 4 x 84 x 84.
@@ -111,7 +112,7 @@ class AtariEnvs:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
         infos: `final_obs` (N, O), from before resets; `whole` (N,), where the game is over, not
-        only a life; `games`, their (score, steps).
+        only a life; `games`, their (score, steps), without the frames of resets.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life

@@ -127,7 +127,7 @@ class AtariEnvs:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
         infos: `final_obs` (N, O), from before resets; `whole` (N,), where the game is over, not
-        only a life; `games`, their (score, steps).
+        only a life; `games`, their (score, steps), without the frames of resets.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life

@@ -121,7 +121,7 @@ class AtariEnvs:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
         infos: `final_obs` (N, O), from before resets; `whole` (N,), where the game is over, not
-        only a life; `games`, their (score, steps).
+        only a life; `games`, their (score, steps), without the frames of resets.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
@@ -157,7 +157,7 @@ def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
 class ActorCritic(nn.Module):
     """Categorical policy and the value of a state, on the features of one network."""
 
-    # speed: what may make convolutions faster, which the layout of the weights has to know
+    # speed: the convolutions' number format and memory layout
     def __init__(self, num_actions: int, bf16: bool, channels_last: bool):
         super().__init__()
         self.network = nn.Sequential(
@@ -427,8 +427,8 @@ class PPO(nn.Module):
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
-    So does one of `main`'s: Adam's averages for units that are never active decay to denormal
-    numbers, with which a CPU is ten times slower; flushed, they count as zero.
+    So does `set_flush_denormal` in `main`: the optimizer's averages for units that are never active
+    decay to denormal numbers, with which a CPU is ten times slower; flushed, they count as zero.
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)

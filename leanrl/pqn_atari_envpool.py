@@ -9,9 +9,10 @@ by lambda-returns over rollouts of parallel games, whose network has layer norma
 neither a replay buffer nor a target network. Defaults are CleanRL's, the network is that of Mnih et
 al., 2015, with LayerNorm. A step is 4 frames, seen as the last 4 steps' frames of 84 x 84 in grey;
 the loss of a life ends an episode and rewards are clipped to their sign, while the returns that are
-logged are whole games' scores. Other than in CleanRL, no return reaches over the end of an episode,
-a game that meets the limit of frames bootstraps from its final observation, and no step with which
-EnvPool resets a game is learned from.
+logged are whole games' scores, less what scores in the up to 30 frames with which EnvPool begins
+each life. Other than in CleanRL, no return reaches over the end of an episode, a game that meets
+the limit of frames bootstraps from its final observation, and no step with which EnvPool resets a
+game is learned from.
 
 Its twin pqn_atari_envpool_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, A actions, O = 4 x 84 x 84.
@@ -109,7 +110,7 @@ class AtariEnvs:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
         infos: `final_obs` (N, O), from before resets; `whole` (N,), where the game is over, not
-        only a life; `games`, their (score, steps).
+        only a life; `games`, their (score, steps), without the frames of resets.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
@@ -414,17 +415,17 @@ def evaluate(agent: PQN, args: Args, video: Path) -> float:
     )
     device = agent.model.head.weight.device
     generator = torch.Generator().manual_seed(unseen)
-    count = args.eval_episodes
+    games = args.eval_episodes
     num_actions = int(envs.pool.action_space.n)
     frames = []
-    returns = np.zeros(count)
-    running = np.ones(count, dtype=bool)
+    returns = np.zeros(games)
+    running = np.ones(games, dtype=bool)
     obs, _ = envs.pool.reset()
     while running.any():  # EnvPool ends games after 27,000 steps
         if args.capture_video and running[0]:
             frames.append(envs.pool.render(env_ids=0)[0])
-        explores = torch.rand(count, generator=generator) < args.end_e
-        random_actions = torch.randint(num_actions, (count,), generator=generator)
+        explores = torch.rand(games, generator=generator) < args.end_e
+        random_actions = torch.randint(num_actions, (games,), generator=generator)
         inputs = torch.from_numpy(obs).to(device)
         draws = explores.to(device), random_actions.to(device)
         actions, _ = PQN.act(agent, inputs, *draws)  # agent.act may be compiled

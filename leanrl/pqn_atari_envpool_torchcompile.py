@@ -117,7 +117,7 @@ class AtariEnvs:
         """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
         infos: `final_obs` (N, O), from before resets; `whole` (N,), where the game is over, not
-        only a life; `games`, their (score, steps).
+        only a life; `games`, their (score, steps), without the frames of resets.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
@@ -165,7 +165,7 @@ class ChannelsLastNorm(nn.LayerNorm):
 class QNetwork(nn.Module):
     """Values of the actions, by a network that normalizes its layers (the paper's section 3)."""
 
-    # speed: what may make convolutions faster, which the layout of the weights has to know
+    # speed: the convolutions' number format and memory layout
     def __init__(self, num_actions: int, bf16: bool, channels_last: bool):
         super().__init__()
         # speed: GPUs convolve faster in bfloat16 and, as some CPUs do, with channels last
@@ -177,15 +177,15 @@ class QNetwork(nn.Module):
             norm = ChannelsLastNorm
         self.network = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
-            # speed: of this layout
+            # speed: a norm for the layout chosen above
             norm([32, 20, 20]),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
-            # speed: here, too
+            # speed: such a norm
             norm([64, 9, 9]),
             nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3, stride=1)),
-            # speed: here, too
+            # speed: such a norm
             norm([64, 7, 7]),
             nn.ReLU(),
             nn.Flatten(),
@@ -410,8 +410,8 @@ def exploration(args: Args, step: int, device: torch.device) -> Tensor:
 def compile_agent(agent: PQN) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
-    So does one of `main`'s: Adam's averages for units that are never active decay to denormal
-    numbers, with which a CPU is ten times slower; flushed, they count as zero.
+    So does `set_flush_denormal` in `main`: the optimizer's averages for units that are never active
+    decay to denormal numbers, with which a CPU is ten times slower; flushed, they count as zero.
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
@@ -590,17 +590,17 @@ def evaluate(agent: PQN, args: Args, video: Path) -> float:
     )
     device = agent.model.head.weight.device
     generator = torch.Generator().manual_seed(unseen)
-    count = args.eval_episodes
+    games = args.eval_episodes
     num_actions = int(envs.pool.action_space.n)
     frames = []
-    returns = np.zeros(count)
-    running = np.ones(count, dtype=bool)
+    returns = np.zeros(games)
+    running = np.ones(games, dtype=bool)
     obs, _ = envs.pool.reset()
     while running.any():  # EnvPool ends games after 27,000 steps
         if args.capture_video and running[0]:
             frames.append(envs.pool.render(env_ids=0)[0])
-        explores = torch.rand(count, generator=generator) < args.end_e
-        random_actions = torch.randint(num_actions, (count,), generator=generator)
+        explores = torch.rand(games, generator=generator) < args.end_e
+        random_actions = torch.randint(num_actions, (games,), generator=generator)
         inputs = torch.from_numpy(obs).to(device)
         draws = explores.to(device), random_actions.to(device)
         actions, _ = PQN.act(agent, inputs, *draws)  # agent.act may be compiled
