@@ -24,8 +24,9 @@ the last tenth of a run's values, 10 at most, where --last does not say otherwis
 the runs that have a value and ends with the first of them; bands are where two or more have one.
 Runs that were interrupted, or killed, or are still running, are named and have curves, which end in
 a cross, but no scores; where others are finished, they are not in the mean. A run counts once,
-whatever links lead to it. Scores are those of Agarwal et al., "Deep Reinforcement Learning at the
-Edge of the Statistical Precipice", NeurIPS 2021.
+whatever links lead to it; of runs with the same settings and seed, which are no independent ones,
+the newest does. Scores are those of Agarwal et al., "Deep Reinforcement Learning at the Edge of the
+Statistical Precipice", NeurIPS 2021.
 """
 
 import argparse
@@ -207,8 +208,22 @@ def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
     return key, ", ".join(texts) or run.row
 
 
+def once(runs: list[Run]) -> list[Run]:
+    """Of runs with the same settings and seed the newest, a whole one if there is one.
+
+    `runs` are in the order in which they were made.
+    """
+    free = FREE_ARGS - {"seed"}
+    found = {}
+    for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
+        told = {name: value for name, value in run.settings.items() if name not in free}
+        found[run.script, run.row, repr(sorted(told.items()))] = run
+    return list(found.values())
+
+
 def groups(runs: list[Run], by: list[str] | None = None) -> dict:
     """{(script, environment): {line: runs}}."""
+    runs = once(runs)
     panels: dict = {}
     for run in runs:
         panel = run.script, run.env_id

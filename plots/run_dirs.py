@@ -525,16 +525,20 @@ def find_runs(paths: list[Path]) -> list[Path]:
             left += below
         else:
             found.add(path)
-
-    def age(path: Path) -> tuple[str, str]:
-        made_at = path.name.rpartition("__")[2]
-        return made_at.zfill(12), path.name
-
     return sorted(found, key=age)
 
 
+def age(path: Path) -> tuple[str, str]:
+    """What sorts runs in the order in which they were made."""
+    made_at = path.name.rpartition("__")[2]
+    return made_at.zfill(12), path.name
+
+
 def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[str]]:
-    """The runs at or below `paths`, which may be records, and what is wrong with all else."""
+    """The runs at or below `paths`, which may be records, and what is wrong with all else.
+
+    The runs are in the order in which they were made.
+    """
     runs = []
     skipped = []
     for path in find_runs(paths):
@@ -559,6 +563,7 @@ def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[st
                 runs.append(run)
         known |= {run.path.name for run in found}
     skipped += [f"{shown(path)} does not exist" for path in paths if not path.exists()]
+    runs.sort(key=lambda run: age(run.path))
     return runs, skipped
 
 

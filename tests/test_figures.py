@@ -556,6 +556,23 @@ def test_lines_are_what_varies(sweep_runs):
         curves.matching(runs, ["no_such=1"])
 
 
+def test_a_seed_counts_once(sweep_runs, tmp_path):
+    """Three copies of a run are no three runs: the newest whole one counts, not the record."""
+    for number in (100, 200, 300):
+        path = make_run(tmp_path / "more", number, config("baseline", 1, gae_lambda=0.9), stages(9))
+        write_events(path, events(1, 1))
+        if number == 100:
+            record.main([str(tmp_path / "100.json"), str(path)])
+            shutil.rmtree(path)
+    (path / "stages.json").unlink()  # of the newest, which was killed
+    runs, skipped = run_dirs.read_runs([tmp_path / "more", tmp_path / "100.json"], whole=False)
+    assert len(runs) == 3 and not skipped
+    (lines,) = curves.groups(runs).values()
+    assert [run.path.name.rpartition("__")[2] for run in lines["baseline"]] == ["200"]
+    whole, _ = run_dirs.read_runs([sweep_runs])
+    assert curves.groups(whole + whole) == curves.groups(whole)
+
+
 def test_bands_are_what_they_say():
     values = np.random.default_rng(0).normal(size=(7, 5))
     values[0, 1] = np.nan
