@@ -303,6 +303,8 @@ def incomparable(runs: list[Run]) -> str | None:
                     names = one.keys() & another.keys()  # the variant has flags of its own
                 for key in names - FREE_ARGS:
                     pairs[key] = one.get(key), another.get(key)
+                if run.row == other.row:  # the variant may have other threads than the baseline
+                    pairs["threads"] = run.config["cpu"]["threads"], other.config["cpu"]["threads"]
             for key, (here, there) in sorted(pairs.items()):
                 if here != there:
                     return f"{shown(run.path)} has {key} {here}, {shown(other.path)} {there}"

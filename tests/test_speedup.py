@@ -175,6 +175,13 @@ def test_runs_that_cannot_be_compared_are_refused(runs, capsys):
     assert stopped.value.code == 2 and "batch_size" in capsys.readouterr().err
 
 
+def test_runs_of_a_row_with_other_threads_are_refused(runs, capsys):
+    make_run(runs, 500, config("eager", 3) | {"threads": 1}, stages(90))
+    with pytest.raises(SystemExit):
+        speedup.main(["--table-only", str(runs)])
+    assert "has threads 2," in capsys.readouterr().err
+
+
 def test_flags_and_threads_of_the_variant_alone_do_not_matter(tmp_path):
     runs = tmp_path / "runs"
     make_run(runs, 1, config("baseline"), stages(100))
