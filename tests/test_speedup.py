@@ -107,6 +107,18 @@ def test_no_speedup_without_a_baseline(tmp_path, capsys):
     assert [row["speedup"] for row in record["rows"] if "speedup" in row] == [None]
 
 
+def test_a_speedup_is_of_the_rounds_that_both_have(tmp_path):
+    """In the third the machine was half as fast, and compile failed there: 2.4 without it."""
+    speeds = {"baseline": (100, 100, 50), "compile": (200, 200)}
+    for row, mine in speeds.items():
+        for seed, speed in enumerate(mine, start=1):
+            make_run(tmp_path, 10 * seed, config(row, seed), stages(speed))
+    make_run(tmp_path, 40, config("eager", 4), stages(100))  # in a round without a baseline
+    _, record = tabulate(tmp_path, tmp_path)
+    speedups = {row["row"]: row["speedup"] for row in record["rows"] if "speedup" in row}
+    assert speedups == {"baseline": 1, "eager": None, "compile": 2}
+
+
 @pytest.mark.parametrize(
     "found, why",
     [

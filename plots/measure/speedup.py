@@ -11,11 +11,11 @@ short to learn anything, longer ones on a GPU, and leaves out the row eager. --f
 stopped: a run that is finished, with the same command, on the same machine and versions, by a
 script that has not changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches, of all
 scripts and rows. What a step's time is spent on comes from a short run per row that is traced. Its
-speed, which is that of before the trace, counts only where --quick makes no other run. All numbers
+speed, measured before the trace begins, counts only where --quick makes no other run. All numbers
 come from config.json and stages.json of the runs:
 
     steps/s         mean over the seeds, and range, of the steady environment steps per second
-    speed-up        ratio of that mean to the baseline's
+    speed-up        ratio of that mean to the baseline's, both over the rounds that both have
     warm-up s       what steps/s leaves out: random exploration, compilation and capture, but not
                     the imports. `first` is the row's first run, for which the compiler's cache is
                     empty, but for headers that all rows share (--table-only, --full: as the run
@@ -38,6 +38,7 @@ from collections import Counter
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import processes
@@ -120,12 +121,18 @@ def traced(run: Run) -> bool:
     return run.config["args"].get("stopwatch") == "trace"
 
 
+def speeds_beside(others: list[Run], runs: list[Run]) -> list[float]:
+    """Of those `runs` whose round `others` have as well: not all rounds were equally fast."""
+    rounds = {run.config["args"]["seed"] for run in others}
+    return [run.stages["sps_steady"] for run in runs if run.config["args"]["seed"] in rounds]
+
+
 def summarize(runs: list[Run], names: list[str]) -> list[dict]:
     """One dict per script and row of `names`; a row without runs says why in `skipped`."""
     rows = []
     on_cpu = all(run.config["gpu"] is None for run in runs)
     for script in dict.fromkeys(run.script for run in runs):
-        baseline = None
+        baseline: list[Run] = []
         for row in names:
             mine = [run for run in runs if (run.script, run.row) == (script, row)]
             if not mine:
@@ -133,16 +140,17 @@ def summarize(runs: list[Run], names: list[str]) -> list[dict]:
                 reason = "no CUDA device" if captured and on_cpu else "no finished run"
                 rows.append({"script": script, "row": row, "skipped": reason})
                 continue
-            steady = spread([run.stages["sps_steady"] for run in mine])
             if row == "baseline":
-                baseline = steady["mean"]
+                baseline = mine
+            fast = speeds_beside(baseline, mine)
+            slow = speeds_beside(mine, baseline)
             warmups = [run.stages["warmup_seconds"] for run in mine]
             rows.append(
                 {
                     "script": script,
                     "row": row,
-                    "sps_steady": steady,
-                    "speedup": steady["mean"] / baseline if baseline else None,
+                    "sps_steady": spread([run.stages["sps_steady"] for run in mine]),
+                    "speedup": fmean(fast) / fmean(slow) if fast else None,
                     "warmup_seconds": {"first": warmups[0], "best": min(warmups)},
                     "sps": spread([run.stages["sps"] for run in mine]),
                     "runs": [shown(run.path) for run in mine],
