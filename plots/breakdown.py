@@ -7,7 +7,7 @@ Written to --out: NAME.md and NAME.json with the numbers, and NAME_stages as PNG
 and row the microseconds per environment step of simulation, inference, backpropagation and the
 rest, by resource (colour) and layer (hatch); above them the total on a log axis, below them the
 transitions per iteration (figure 4 of RL-Scope, our rows in place of frameworks). Of several traced
-runs of a row the newest counts.
+runs of a row the newest counts, of finished ones where there are any.
 
 An iteration is one environment step of the agent: of all its environments side by side. Where
 acting and simulating are one compiled call, both are inference, Python does not call the simulator
@@ -92,12 +92,13 @@ def reduce(run: Run) -> dict | None:
 def reduce_all(runs: list[Run], reduce=reduce) -> list[tuple[Run, dict]]:
     """The newest run of each script, environment and row of which `reduce` makes something.
 
-    `runs` are in the order in which they were made. All are of the newest one's machine: others,
-    and those that are damaged, are named.
+    `runs` are in the order in which they were made; one that was interrupted counts only where no
+    other does. All are of the machine of the newest that counts: others, and those that are
+    damaged, are named.
     """
     found: dict = {}
     newest = None
-    for run in reversed(runs):
+    for run in sorted(reversed(runs), key=lambda run: bool(run.missing)):  # whole ones first
         key = run.script, run.env_id, curves.ORDER.index(run.row)
         if key in found:
             continue

@@ -41,7 +41,7 @@ import matplotlib
 import numpy as np
 import run_dirs
 from cycler import cycler
-from run_dirs import FREE_ARGS, ROOT, Run, Series, label, read_runs, shown
+from run_dirs import FREE_ARGS, ROOT, Run, Series, label, shown
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -538,12 +538,7 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    runs, skipped = read_runs(options.runs, whole=False)
-    for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
-    for run in runs:
-        if run.missing:
-            print(f"interrupted: {shown(run.path)} {run.missing}", file=sys.stderr)
+    runs = run_dirs.read_and_tell(options.runs)
     try:
         runs = matching(runs, options.where)
         options.by = options.by and [setting(name, runs) for name in options.by]

@@ -569,6 +569,17 @@ def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[st
     return runs, skipped
 
 
+def read_and_tell(paths: list[Path]) -> list[Run]:
+    """The runs at or below `paths`, also those that were interrupted, which are named."""
+    runs, skipped = read_runs(paths, whole=False)
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    for run in runs:
+        if run.missing:
+            print(f"interrupted: {shown(run.path)} {run.missing}", file=sys.stderr)
+    return runs
+
+
 @dataclass
 class Series:
     """One metric of a run, in the order of its steps."""
@@ -719,9 +730,7 @@ def draw_runs(doc: str, name: str, write: Callable, arguments: list[str] | None 
     default = str(ROOT / "plots/out" / name)
     parser.add_argument("--out", type=stem, default=default, help="NAME")
     options = parser.parse_args(arguments)
-    runs, skipped = read_runs(options.runs, whole=False)
-    for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
+    runs = read_and_tell(options.runs)
     files = write(runs, options.out.parent, options.out.name)
     for path in files:
         print(f"figure: {shown(path)}")

@@ -6,7 +6,8 @@
 LeanRL shows the GPU's utilization over the course of training with the area under the curve; on a
 machine without a GPU the same is asked of its processor. Written to --out: NAME.md and NAME.json,
 and the figure as PNG and SVG: a panel per script and environment, a line per row of the speed-up
-table, the GPU above the processor. Of several runs of a row the newest counts.
+table, the GPU above the processor. Of several runs of a row the newest counts, of finished ones
+where there are any.
 
     GPU             percent of the time in which any kernel runs, which NVML is asked about once a
                     second: 100% may be 1% of the chip. "-" without a GPU or nvidia-ml-py

@@ -768,6 +768,18 @@ def test_an_interrupted_run_has_a_breakdown_if_it_has_a_trace(tmp_path):
     assert row["row"] == "baseline"
 
 
+def test_a_finished_run_counts_before_a_newer_one_that_was_interrupted(tmp_path, capsys):
+    """Which is named; a quarter of the seconds would be a quarter of the area."""
+    make_run(tmp_path, 1, config(), report())
+    brief = report() | stages(10.0, steps=250) | {"cpu_seconds": [[2.0, 1.0], [3.0, 2.0]]}
+    path = make_run(tmp_path, 2, config(seed=2), brief)
+    assert utilization.main([str(tmp_path), "--out", str(tmp_path / "u")]) == 0
+    (row,) = json.loads((tmp_path / "u.json").read_text())["rows"]
+    assert row["processor"]["area"] == 400
+    said = capsys.readouterr().err
+    assert said == f"interrupted: {path} stopped after 250 of 1000 steps\n"
+
+
 def test_what_is_inside_a_compiled_call_has_no_share(tmp_path):
     path = make_traced_run(tmp_path, 1, config())
     stages_file = path / "stages.json"
