@@ -20,13 +20,14 @@ Written as PNG and SVG to --out:
 
 Lines are the mean over the runs, with --band around it and each run thin. A learning curve is the
 mean of the last --last values of the metric, linear between two of them, and ends with its run: of
-the last tenth of a run's values, 10 at most, where --last does not say otherwise. The mean is over
-the runs that have a value and ends with the first of them; bands are where two or more have one.
+the last tenth of a run's values, 10 at most, where --last does not say otherwise. At each x the
+mean is over the runs that have a value there. It stops where the first run stops. Bands are where
+two or more have a value.
 Runs that were interrupted, or killed, or are still running, are named and have curves, which end in
-a cross, but no scores; where others are finished, they are not in the mean. A run counts once,
-whatever links lead to it; of runs with the same settings and seed, which are no independent ones,
-the newest does. Scores are those of Agarwal et al., "Deep Reinforcement Learning at the Edge of the
-Statistical Precipice", NeurIPS 2021.
+a cross, but no scores; where others are finished, they are not in the mean. Of CleanRL's these are
+those that others have left behind. A run counts once, whatever links lead to it; of runs with the
+same settings and seed, which are no independent ones, the newest does. Scores are those of Agarwal
+et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021.
 """
 
 import argparse

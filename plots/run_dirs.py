@@ -569,9 +569,25 @@ def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[st
     return runs, skipped
 
 
+def mark_killed(runs: list[Run]) -> None:
+    """Marks those of CleanRL that ended before others did: nothing else tells which were killed."""
+    ends: dict = {}
+    for run in runs:
+        if isinstance(run, CleanRLRun):
+            speeds = run.series([SPEED]).get(SPEED)
+            end = speeds.steps[-1] if speeds else 0
+            ends.setdefault((run.script, run.env_id), []).append((run, end))
+    for mine in ends.values():
+        longest = max(end for _, end in mine)
+        for run, end in mine:
+            if end < 0.99 * longest:
+                run.missing = f"stopped after {end:.0f} steps, others after {longest:.0f}"
+
+
 def read_and_tell(paths: list[Path]) -> list[Run]:
     """The runs at or below `paths`, also those that were interrupted, which are named."""
     runs, skipped = read_runs(paths, whole=False)
+    mark_killed(runs)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     for run in runs:

@@ -480,6 +480,17 @@ def test_interrupted_runs_have_curves_and_no_scores(runs, tmp_path, capsys, monk
     assert len(whole) == 4 and len(skipped) == 4, "no table counts them"
 
 
+def test_a_run_of_cleanrl_that_stopped_before_others_was_interrupted(tmp_path, capsys):
+    """It has neither a config.json that says how long it should be nor one that says it ended."""
+    for seed, count in ((1, 41), (2, 41), (3, 21)):
+        path = tmp_path / f"HalfCheetah-v5__{SCRIPT}__{seed}__170000000{seed}"
+        write_events(path, events(seed, 1)[:count])
+    assert curves.main([str(tmp_path), "--out", str(tmp_path / "c")]) == 0
+    said = capsys.readouterr().err
+    assert said == f"interrupted: {path} stopped after 500 steps, others after 1000\n"
+    assert "CleanRL (n=3, 1 interrupted)" in (tmp_path / "c_learning.svg").read_text()
+
+
 def test_a_run_counts_once_whatever_leads_to_it(runs, tmp_path, monkeypatch, capsys):
     """Links to folders above and to runs, a path written in two ways, a folder and its run."""
     one = min(runs.iterdir())
