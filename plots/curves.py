@@ -422,13 +422,13 @@ def score_lines(known: dict, target: float | None) -> list[dict]:
 
 
 def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
-    heading = ["script", "line", "runs", "IQM (95%)"]
+    heading = ["script", "line", "tasks", "runs", "IQM (95%)"]
     if target is not None:
         heading += [f"steps until {target:g}, median", "never"]
     table = [heading]
     for row in rows:
         score = f"{row['iqm']:,.1f} ({row['low']:,.1f} to {row['high']:,.1f})"
-        cells = [row["script"], row["line"], str(row["runs"]), score]
+        cells = [row["script"], row["line"], ", ".join(row["finals"]), str(row["runs"]), score]
         if target is not None:
             times = [np.inf if time is None else time for time in row["times"]]
             cells.append(f"{statistics.median_low(times):,.0f}")
@@ -446,6 +446,10 @@ def draw_scores(rows: list[dict], what: str):
     if len({row["script"] for row in rows}) > 1:
         names = [f"{label(row['script'])} {row['line']}" for row in rows]
     looks = styles(names)
+    looks = [looks[name] for name in names]
+    if len({tuple(row["finals"]) for row in rows}) > 1:  # scores of different tasks are no contest
+        for i, row in enumerate(rows):
+            names[i] += f" ({', '.join(row['finals'])})"
     finals = []
     for row in rows:
         tasks = row["finals"].values()
@@ -453,7 +457,7 @@ def draw_scores(rows: list[dict], what: str):
     everything = np.concatenate(finals)
     levels = np.linspace(everything.min(), everything.max(), 200)
     for i, row in enumerate(rows):
-        look = looks[names[i]]
+        look = looks[i]
         colour = look["color"]
         left.hlines(i, row["low"], row["high"], color=colour, linewidth=6, alpha=0.35)
         left.plot(row["iqm"], i, "|", color=colour, markersize=16, markeredgewidth=2.5)
@@ -533,7 +537,7 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
         numbers = out / f"{name}_scores.json"
         run_dirs.write_json(numbers, rows)
         files.append(numbers)
-        print(f"\n{run_dirs.as_text(score_cells(rows, options.target), labels=2)}\n")
+        print(f"\n{run_dirs.as_text(score_cells(rows, options.target), labels=3)}\n")
     return files
 
 

@@ -639,8 +639,30 @@ def test_the_stratified_bootstrap_draws_within_each_task():
 
 def test_of_an_even_number_of_runs_the_median_is_the_earlier_one():
     row = {"script": "s", "line": "l", "runs": 4, "iqm": 1.0, "low": 0.0, "high": 2.0}
+    row["finals"] = {}
     table = curves.score_cells([row | {"times": [300.0, 100.0, None, 200.0]}], 5.0)
     assert table[1][-2:] == ["200", "1"]
+
+
+def test_lines_of_other_tasks_are_named_by_them():
+    """In their colours, since a row has the same in every figure."""
+    row = {"script": "s", "runs": 2, "iqm": 1.0, "low": 0.0, "high": 2.0}
+    one = row | {"line": "baseline", "finals": {"Ant": [1.0, 2.0]}}
+    both = row | {"line": "compile", "finals": {"Ant": [1.0, 2.0], "Hopper": [3.0, 4.0]}}
+    heading, *table = curves.score_cells([one, both], None)
+    assert [line[heading.index("tasks")] for line in table] == ["Ant", "Ant, Hopper"]
+    same = both | {"finals": one["finals"]}
+    for other, names in (
+        (both, ["baseline (Ant)", "compile (Ant, Hopper)"]),
+        (same, ["baseline", "compile"]),
+    ):
+        figure = curves.draw_scores([one, other], "return")
+        left, right = figure.axes
+        assert [text.get_text() for text in left.get_yticklabels()] == names
+        assert [line.get_label() for line in right.lines] == names
+        colours = [curves.COLOURS[row] for row in ("baseline", "compile")]
+        assert [line.get_color() for line in right.lines] == colours
+        plt.close(figure)
 
 
 def test_scores_count_who_never_arrives(sweep_runs, tmp_path, capsys):
