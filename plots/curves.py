@@ -431,7 +431,8 @@ def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
         cells = [row["script"], row["line"], ", ".join(row["finals"]), str(row["runs"]), score]
         if target is not None:
             times = [np.inf if time is None else time for time in row["times"]]
-            cells.append(f"{statistics.median_low(times):,.0f}")
+            middle = statistics.median(times)
+            cells.append("never" if np.isinf(middle) else f"{middle:,.0f}")
             cells.append(str(times.count(np.inf)))
         table.append(cells)
     return table
