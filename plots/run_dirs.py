@@ -697,8 +697,8 @@ def in_units(x: float) -> str:
     """1.23 M rather than 1,234,567."""
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(x) >= size:
-            return f"{x / size:.3g}{unit}"
-    return f"{x:.3g}"
+            return f"{short(x / size)}{unit}"
+    return short(x)
 
 
 def with_range(spread: dict, middle: str = "mean") -> str:

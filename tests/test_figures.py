@@ -371,6 +371,17 @@ def test_a_pause_before_a_run_is_resumed_is_none_of_its_seconds(tmp_path):
     assert len(seconds) == 30 and np.diff(seconds).max() < 5 and np.diff(seconds).min() >= 0
 
 
+def test_no_number_is_written_with_an_exponent():
+    for x, said in (
+        (12.34, "12.3"),
+        (999.7, "1,000"),
+        (1234.5, "1.23 k"),
+        (999_600, "1,000 k"),
+        (2.5e12, "2,500 G"),
+    ):
+        assert run_dirs.in_units(x) == said
+
+
 # Curves
 
 
