@@ -648,7 +648,8 @@ def per_step(report: dict, trace: dict | None) -> dict[str, dict[str, float]]:
 
     `total`, in seconds, is what the stage took in the steady window, which was not traced. A trace
     divides it into layers: annotations slow some stages down more than others, so each is scaled to
-    its own total. Stages without time are left out, and the evaluation, which is no training.
+    its own total. Kernels are not, they are no slower under the profiler. Stages without time are
+    left out, and the evaluation, which is no training.
     """
     found = {}
     for name, seconds in report["stages"].items():
@@ -661,7 +662,7 @@ def per_step(report: dict, trace: dict | None) -> dict[str, dict[str, float]]:
         fields = trace["stages"].get(name, {})
         traced = sum(fields.get(layer) or 0 for layer in CPU_LAYERS)
         for field, value in fields.items():
-            if value is not None and traced and field.endswith("_s"):
+            if value is not None and traced and field.endswith("_s") and field != "gpu_s":
                 stage[field] = total * value / traced
             elif value is not None:
                 stage[field] = value / trace["env_steps"]
