@@ -9,12 +9,12 @@ rest, by resource (colour) and layer (hatch); above them the total on a log axis
 transitions per iteration (figure 4 of RL-Scope, our rows in place of frameworks). Of several traced
 runs of a row the newest counts, of finished ones where there are any.
 
-An iteration is one environment step of the agent: of all its environments side by side. Where
-acting and simulating are one compiled call, both are inference, Python does not call the simulator
-and its share is not known. Seconds per stage are those of the steady window, which was not traced;
-the trace divides them into layers. What a run without a GPU cannot tell is left out, never drawn as
-0. After Gleeson et al., "RL-Scope: Cross-Stack Profiling for Deep Reinforcement Learning
-Workloads", MLSys 2021.
+An iteration is one environment step of the agent: of all its environments side by side. Where one
+compiled call acts and simulates, all of it is inference: Python calls no simulator, whose share is
+then unknown. Seconds per stage are those of the steady window, which was not traced; the trace
+divides them into layers. What a run without a GPU cannot tell is left out, never drawn as 0. After
+Gleeson et al., "RL-Scope: Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys
+2021.
 """
 
 import sys
@@ -225,12 +225,12 @@ def draw_stages(rows: list[dict], runs: list[Run], title: str, shares: bool):
     figure = plt.figure(figsize=size, layout="constrained")
     curves.headline(figure, title, runs)
     panes = figure.subfigures(floors, columns, squeeze=False)
-    for pane, (title, mine) in zip(panes.flat, blocks.items(), strict=False):
+    for pane, (block, mine) in zip(panes.flat, blocks.items(), strict=False):
         top, middle, bottom = pane.subplots(3, 1, height_ratios=(1, 2.4, 1.2))
         draw_totals(top, mine)
         bars(middle, mine, shares)
         draw_transitions(bottom, mine)
-        top.set(title=title, ylabel="total\n(us per step)")
+        top.set(title=block, ylabel="total\n(us per step)")
         middle.set_ylabel("% of a step" if shares else "us per environment step")
         bottom.set_ylabel("transitions\nper iteration")
         for ax in (top, bottom):

@@ -51,7 +51,7 @@ ADVICE = {
 class Finding(NamedTuple):
     """What could be gained."""
 
-    share: float  # of the time; of_stage's are seconds per step
+    share: float  # of the time
     what: str
     advice: str
 
@@ -97,8 +97,7 @@ def findings(report: dict) -> list[Finding]:
     total = sum(fields["total"] for fields in stages.values())
     found = []
     for name, fields in stages.items():
-        for finding in of_stage(name, fields):
-            found.append(finding._replace(share=finding.share / total))
+        found += of_stage(name, fields, total)
     if trace and trace["gpu_busy"] is not None:
         idle = {name: f["total"] - f.get("gpu_overlap_s", 0) for name, f in stages.items()}
         worst = sorted(idle, key=idle.get, reverse=True)[:2]
@@ -108,8 +107,8 @@ def findings(report: dict) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.share)
 
 
-def of_stage(name: str, fields: dict[str, float]) -> Iterator[Finding]:
-    """Is it the simulator, Python, dispatch, launching, waiting or arithmetic? In seconds."""
+def of_stage(name: str, fields: dict[str, float], step_seconds: float) -> Iterator[Finding]:
+    """Is it the simulator, Python, dispatch, launching, waiting or arithmetic?"""
     total = fields["total"]
     calls = fields.get("backend_calls", 0)
     python = fields.get("python_s", 0)
@@ -118,23 +117,23 @@ def of_stage(name: str, fields: dict[str, float]) -> Iterator[Finding]:
     alone = name in ADVICE and not (name == "simulation" and made_of_operators)
     if alone or "python_s" not in fields:  # the latter without a trace
         what = f"{name}, {short(total * 1e6)} us per step"
-        yield Finding(total, what, name if alone else "untraced")
+        yield Finding(total / step_seconds, what, name if alone else "untraced")
         return
     each = f"{short(calls)} operators per step of {short(1e6 * backend / (calls or 1))} us"
     if calls and backend / calls < SHORT_OPERATOR:
         what = f"{name}: {each} and Python between them"
-        yield Finding(python + backend, what, "dispatch")
+        yield Finding((python + backend) / step_seconds, what, "dispatch")
     else:
-        yield Finding(backend, f"{name}: {each}", "arithmetic")
+        yield Finding(backend / step_seconds, f"{name}: {each}", "arithmetic")
         what = f"{name}: Python, {short(python * 1e6)} us per step"
-        yield Finding(python, what, "python")
+        yield Finding(python / step_seconds, what, "python")
     launches = short(fields.get("kernel_launches", 0))
     replays = short(fields.get("graph_replays", 0))
     what = f"{name}: CUDA's API, {launches} launches and {replays} replays per step"
-    yield Finding(fields.get("cuda_launch_s", 0), what, "launch")
+    yield Finding(fields.get("cuda_launch_s", 0) / step_seconds, what, "launch")
     wait = fields.get("cuda_wait_s", 0)
     what = f"{name}: waiting for the GPU, {short(wait * 1e6)} us per step"
-    yield Finding(wait, what, "wait")
+    yield Finding(wait / step_seconds, what, "wait")
 
 
 def notes(report: dict) -> list[str]:

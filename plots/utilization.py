@@ -85,10 +85,7 @@ def reduce(run: Run) -> dict | None:
     }
     for kind, line in lines.items():
         found = area(line)
-        row[kind] = {
-            "area": found,
-            "mean": found / (end - begin),
-        }
+        row[kind] = {"area": found, "mean": found / (end - begin)}
     return row
 
 
