@@ -93,10 +93,11 @@ def run_step(step: Step, options: argparse.Namespace, environment: dict) -> dict
 
 def profiles(options: argparse.Namespace) -> list[Step]:
     """Of each run that the speed-up table has traced."""
-    traced = options.out / "traced.txt"
-    paths = traced.read_text().split() if traced.exists() else []
+    record = options.out / "speedup.json"
+    if not record.exists():  # the step has failed
+        return []
     steps = []
-    for path in paths:
+    for path in json.loads(record.read_text())["traced"]:
         name = f"profile of {Path(path).name}"
         command = ["plots/cross_stack.py", path]
         steps.append(Step(name, command, [], r"^(\d+\. .*)$", writes=False))
@@ -169,8 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny, and without a GPU")
     options = parser.parse_args(arguments)
     results = []
-    for name in ("speedup.json", "traced.txt"):  # of an earlier call
-        (options.out / name).unlink(missing_ok=True)
+    (options.out / "speedup.json").unlink(missing_ok=True)  # of an earlier call
     with tempfile.TemporaryDirectory() as folder:
         environment = {}
         if options.rehearse:

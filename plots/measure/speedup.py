@@ -322,7 +322,7 @@ def draw_figures(runs: list[Run], rows: list[dict], out: Path, learned: bool) ->
 def write_table(
     runs: list[Run], rows: list[dict], failures: list[str], protocol: str, call: str, out: Path
 ) -> None:
-    """speedup.md and .json, with the speeds of those runs that were not traced."""
+    """speedup.md and .json, with the speeds of the runs that `timed` chooses."""
     spent = timed(runs)
     record = {
         "schema": 1,
@@ -340,7 +340,6 @@ def write_table(
     if (out / "logs").exists():
         below.append(f"logs: {shown(out / 'logs')}/")
     run_dirs.write_report(out / "speedup", above, cells(rows), below, record)
-    (out / "traced.txt").write_text("".join(f"{path}\n" for path in record["traced"]))
 
 
 def main(arguments: list[str] | None = None) -> int:
