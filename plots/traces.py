@@ -38,7 +38,8 @@ CPU_LAYERS = {  # field -> title
     "cuda_launch_s": "CUDA API",
     "cuda_wait_s": "GPU wait",
 }
-FIRST = ("overhead", "cuda_wait_s", "cuda_launch_s", "backend_s")  # a moment is the first's
+# a moment counts for the first of these that is running
+FIRST = ("overhead", "cuda_wait_s", "cuda_launch_s", "backend_s")
 CALLS = ("backend_calls", "cuda_api_calls", "kernel_launches", "graph_replays", "kernels")
 BESIDE = tuple(f"gpu_with_{layer}" for layer in CPU_LAYERS)
 FIELDS = (*CPU_LAYERS, "gpu_s", "gpu_overlap_s", *BESIDE, *CALLS)
