@@ -13,13 +13,14 @@ read it. On a CPU torchrun leaves each process one thread, unless OMP_NUM_THREAD
 The algorithm is that of ppo_atari_envpool.py, which says where it comes from; `diff` shows what
 several processes need. Each plays its part of the games and computes the gradient of its part of
 every minibatch; the gradients are averaged before they are clipped, so that all take the same step.
---num-envs, --total-timesteps, --num-minibatches and all that is logged count what they do together:
-W processes compute what one would, but for rounding and for which steps meet in a minibatch, where
-each process has an equal share of its own.
+--num-envs, --total-timesteps, --num-minibatches and all that is logged count what they do together.
+The result is that of one process with all the games, up to rounding, with one difference: a
+minibatch takes equally many steps from each process, where one process would draw it from all.
 
 Every process has the flags and the random stream of rank 0, draws for all and uses its part. Rank 0
 alone logs, evaluates and saves; the others wait for it, for an hour at most. When a process dies,
-the others end with a line that says so; torchrun ends those that wait for a GPU, after 30 seconds.
+those on a CPU end at once with a line that says so; those that wait for a GPU torchrun ends after
+30 seconds.
 
 Its twin ppo_atari_envpool_multigpu_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: W processes, T steps of a rollout, N environments of a process, B batch, M minibatches, A
@@ -419,8 +420,6 @@ def main(args: Args) -> Path | None:
     )
     num_actions = int(envs.pool.action_space.n)
     agent = PPO(args, num_actions, device)
-    for parameter in agent.parameters():  # equal seeds make equal weights on equal machines alone
-        dist.broadcast(parameter.data, 0)
     with one_line("--num-steps"):
         rollout = Rollout(args.num_steps, num_envs, device)
     if run.checkpoint:
@@ -429,6 +428,8 @@ def main(args: Args) -> Path | None:
     obs, _ = envs.pool.reset()
 
     with one_of_many(run):
+        for parameter in agent.parameters():  # equal seeds alone do not make equal weights
+            dist.broadcast(parameter.data, 0)
         while run.step < run.total_steps:
             learning_rate = args.learning_rate
             if args.anneal_lr:
@@ -524,7 +525,8 @@ def check_args(args: Args) -> None:
         steps = f"{rollout:,} steps"
         raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
     if args.num_envs % WORLD_SIZE or rollout % (args.num_minibatches * WORLD_SIZE):
-        raise SystemExit(f"--num-envs: {WORLD_SIZE} processes cannot have equal shares")
+        names = "--num-envs, --num-minibatches"
+        raise SystemExit(f"{names}: {WORLD_SIZE} processes cannot have equal shares")
 
 
 def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
@@ -536,7 +538,8 @@ def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        with one_line("--nproc-per-node"):
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"  # Python's objects stay on the CPU
     dist.init_process_group(
         backend,

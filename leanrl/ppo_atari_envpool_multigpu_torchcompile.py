@@ -37,7 +37,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
 # speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
 # soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
 # tensordict would log two lines for each graph that it captures, amid the progress
-if "--compile" in sys.argv:
+if {"--compile", "--resume"} & set(sys.argv):  # what is resumed may have been compiled
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
@@ -538,10 +538,6 @@ def main(args: Args) -> Path | None:
     )
     num_actions = int(envs.pool.action_space.n)
     agent = PPO(args, num_actions, device)
-    for parameter in agent.parameters():  # equal seeds make equal weights on equal machines alone
-        # speed: as it lies in memory, because gloo does not broadcast channels last
-        flat = parameter.data.as_strided((parameter.numel(),), (1,))
-        dist.broadcast(flat, 0)
     with one_line("--num-steps"):
         rollout = Rollout(args.num_steps, num_envs, device)
     if run.checkpoint:
@@ -557,6 +553,10 @@ def main(args: Args) -> Path | None:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
     with one_of_many(run):
+        for parameter in agent.parameters():  # equal seeds alone do not make equal weights
+            # speed: as it lies in memory, because gloo does not broadcast channels last
+            flat = parameter.data.as_strided((parameter.numel(),), (1,))
+            dist.broadcast(flat, 0)
         while run.step < run.total_steps:
             learning_rate = args.learning_rate
             if args.anneal_lr:
@@ -660,7 +660,8 @@ def check_args(args: Args) -> None:
         steps = f"{rollout:,} steps"
         raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
     if args.num_envs % WORLD_SIZE or rollout % (args.num_minibatches * WORLD_SIZE):
-        raise SystemExit(f"--num-envs: {WORLD_SIZE} processes cannot have equal shares")
+        names = "--num-envs, --num-minibatches"
+        raise SystemExit(f"{names}: {WORLD_SIZE} processes cannot have equal shares")
 
 
 def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
@@ -672,7 +673,8 @@ def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        with one_line("--nproc-per-node"):
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"  # Python's objects stay on the CPU
     dist.init_process_group(
         backend,

@@ -10,8 +10,8 @@ observations and returns, not rewards; the first rollout only measures them. The
 is exp(-1) at first, not 1. The learning rate rises or falls so that the KL divergence of a
 rollout's updates stays near desired_kl (as in rl_games and rsl_rl), and desired_kl is annealed.
 Advantages are always normalized, the value loss is never clipped, no divergence ends the epochs:
-there are no flags for that. Defaults that are not CleanRL's: total_timesteps 5,000,000, num_envs
-64, num_steps 128, learning_rate 1e-3, num_minibatches 16, update_epochs 4.
+there are no flags for that. Defaults that are not CleanRL's: total_timesteps 5,000,000,
+num_envs 64, num_steps 128, learning_rate 1e-3, num_minibatches 16, update_epochs 4.
 Its twin ppo_mujoco_gpu_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
