@@ -23,6 +23,7 @@ mean of the last --last values of the metric, linear between two of them, and en
 the last tenth of a run's values, 10 at most, where --last does not say otherwise. At each x the
 mean is over the runs that have a value there. It stops where the first run stops. Bands are where
 two or more have a value.
+
 Runs that were interrupted, or killed, or are still running, are named and have curves, which end in
 a cross, but no scores; where others are finished, they are not in the mean. Of CleanRL's these are
 those that others have left behind. A run counts once, whatever links lead to it; of runs with the
@@ -217,8 +218,12 @@ def once(runs: list[Run]) -> list[Run]:
     free = FREE_ARGS - {"seed"}
     found = {}
     for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
-        told = {name: value for name, value in run.settings.items() if name not in free}
-        found[run.script, run.row, repr(sorted(told.items()))] = run
+        told = []
+        for name, value in sorted(run.settings.items()):
+            if name not in free:
+                told.append((name, value))
+        key = run.script, run.row, repr(told)
+        found[key] = run
     return list(found.values())
 
 
@@ -427,8 +432,10 @@ def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
         heading += [f"steps until {target:g}, median", "never"]
     table = [heading]
     for row in rows:
-        score = f"{row['iqm']:,.1f} ({row['low']:,.1f} to {row['high']:,.1f})"
-        cells = [row["script"], row["line"], ", ".join(row["finals"]), str(row["runs"]), score]
+        cells = [row["script"], row["line"]]
+        cells.append(", ".join(row["finals"]))
+        cells.append(str(row["runs"]))
+        cells.append(f"{row['iqm']:,.1f} ({row['low']:,.1f} to {row['high']:,.1f})")
         if target is not None:
             times = [np.inf if time is None else time for time in row["times"]]
             middle = statistics.median(times)
@@ -448,9 +455,10 @@ def draw_scores(rows: list[dict], what: str):
         names = [f"{label(row['script'])} {row['line']}" for row in rows]
     looks = styles(names)
     looks = [looks[name] for name in names]
-    if len({tuple(row["finals"]) for row in rows}) > 1:  # scores of different tasks are no contest
-        for i, row in enumerate(rows):
-            names[i] += f" ({', '.join(row['finals'])})"
+    covered = [", ".join(row["finals"]) for row in rows]
+    if len(set(covered)) > 1:  # scores of different tasks are no contest
+        for i, tasks in enumerate(covered):
+            names[i] += f" ({tasks})"
     finals = []
     for row in rows:
         tasks = row["finals"].values()
