@@ -47,7 +47,7 @@ def test_a_peers_speed_is_that_of_its_tensorboard_files(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dirs, "ROOT", tmp_path)
     (tmp_path / "runs/before").mkdir(parents=True)
     script = tmp_path / "peer.py"
-    rows = [("charts/SPS", 100 * k, k, 1.0) for k in range(1, 11)]
+    rows = [("charts/SPS", 100 * k, k, 100.0) for k in range(1, 11)]
     source = f"import sys; sys.path += {[str(ROOT / part) for part in ('plots', 'tests')]}\n"
     source += "import fake_runs\n"
     source += f"fake_runs.write_events({str(tmp_path / 'runs/mine')!r}, {rows})\n"
