@@ -97,7 +97,8 @@ def findings(report: dict) -> list[Finding]:
     total = sum(fields["total"] for fields in stages.values())
     found = []
     for name, fields in stages.items():
-        found += of_stage(name, fields, total)
+        for seconds, what, advice in of_stage(name, fields):
+            found.append(Finding(seconds / total, what, advice))
     if trace and trace["gpu_busy"] is not None:
         idle = {name: f["total"] - f.get("gpu_overlap_s", 0) for name, f in stages.items()}
         worst = sorted(idle, key=idle.get, reverse=True)[:2]
@@ -107,8 +108,11 @@ def findings(report: dict) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.share)
 
 
-def of_stage(name: str, fields: dict[str, float], step_seconds: float) -> Iterator[Finding]:
-    """Is it the simulator, Python, dispatch, launching, waiting or arithmetic?"""
+def of_stage(name: str, fields: dict[str, float]) -> Iterator[tuple[float, str, str]]:
+    """Is it the simulator, Python, dispatch, launching, waiting or arithmetic?
+
+    -> seconds per step that could be gained, what they are, advice.
+    """
     total = fields["total"]
     calls = fields.get("backend_calls", 0)
     python = fields.get("python_s", 0)
@@ -117,23 +121,23 @@ def of_stage(name: str, fields: dict[str, float], step_seconds: float) -> Iterat
     alone = name in ADVICE and not (name == "simulation" and made_of_operators)
     if alone or "python_s" not in fields:  # the latter without a trace
         what = f"{name}, {short(total * 1e6)} us per step"
-        yield Finding(total / step_seconds, what, name if alone else "untraced")
+        yield total, what, name if alone else "untraced"
         return
     each = f"{short(calls)} operators per step of {short(1e6 * backend / (calls or 1))} us"
     if calls and backend / calls < SHORT_OPERATOR:
         what = f"{name}: {each} and Python between them"
-        yield Finding((python + backend) / step_seconds, what, "dispatch")
+        yield python + backend, what, "dispatch"
     else:
-        yield Finding(backend / step_seconds, f"{name}: {each}", "arithmetic")
+        yield backend, f"{name}: {each}", "arithmetic"
         what = f"{name}: Python, {short(python * 1e6)} us per step"
-        yield Finding(python / step_seconds, what, "python")
+        yield python, what, "python"
     launches = short(fields.get("kernel_launches", 0))
     replays = short(fields.get("graph_replays", 0))
     what = f"{name}: CUDA's API, {launches} launches and {replays} replays per step"
-    yield Finding(fields.get("cuda_launch_s", 0) / step_seconds, what, "launch")
+    yield fields.get("cuda_launch_s", 0), what, "launch"
     wait = fields.get("cuda_wait_s", 0)
     what = f"{name}: waiting for the GPU, {short(wait * 1e6)} us per step"
-    yield Finding(wait / step_seconds, what, "wait")
+    yield wait, what, "wait"
 
 
 def notes(report: dict) -> list[str]:
