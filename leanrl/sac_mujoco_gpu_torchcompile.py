@@ -1385,6 +1385,9 @@ def evaluate(agent: SAC, args: Args, video: Path) -> float:
 
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+POSITIVE = """total_timesteps num_envs num_steps num_minibatches update_epochs eval_episodes
+batch_size buffer_size learning_starts utd_ratio policy_frequency target_network_frequency clip_coef
+max_grad_norm target_kl alpha exploration_fraction"""
 MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
 ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize desired_kl
 q_lambda start_e end_e"""
@@ -1518,6 +1521,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
 class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
     def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
         self.args = args
+        self.flags = dict(vars(args))  # as they were given: a loop may anneal them
         self.checkpoint = load_checkpoint(args) if args.resume is not None else {}
         self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
         self.steps_per_iteration = steps_per_iteration
@@ -1548,7 +1552,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
         checkpoint |= {
             "made_by": Path(__file__).name,
-            "args": vars(self.args),
+            "args": self.flags,
             "global_step": self.step,
             "agent": agent.state_dict(),
             "optimizers": [each.state_dict()["state"] for each in agent.optimizers],
@@ -1663,9 +1667,10 @@ def parse_args(kind):  # with --resume, flags that are not given stay as they we
     if args.resume is not None:
         args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
     for name, value in vars(args).items():
-        if type(value) in (int, float):
-            may_be_zero = name in MAY_BE_ZERO.split()
-            if not 0 <= value <= AT_MOST.get(name, 1e12) or value == 0 and not may_be_zero:
+        positive = name in POSITIVE.split()
+        known = positive or name in MAY_BE_ZERO.split()  # others, of a copy, may be anything
+        if known and value is not None:
+            if not 0 <= value <= AT_MOST.get(name, 1e12) or value == 0 and positive:
                 raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
     return args
 
@@ -1674,10 +1679,14 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
     path = Path(args.resume, "checkpoint.pt")
     try:
         found = torch.load(path, map_location="cpu", mmap=True)
-        if found["made_by"] != Path(__file__).name or set(found["args"]) != set(vars(args)):
-            raise ValueError
+        made_by = found["made_by"]
+        changed = set(found["args"]) ^ set(vars(args))
     except Exception:
         raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+    if made_by != Path(__file__).name:
+        raise SystemExit(f"--resume: {path} was made by {made_by}")
+    if changed:
+        raise SystemExit(f"--resume: {path} is of other flags: {', '.join(sorted(changed))}")
     return found
 
 
@@ -1700,8 +1709,9 @@ def make_directory(args):  # runs/ENVIRONMENT__EXPERIMENT__SEED__SECOND; the fir
 
 def check_env(args):  # says before the training what the environment or its videos lack
     errors = Exception if args.capture_video else ImportError  # OpenGL has errors of all kinds
+    filmed = {"render_mode": "rgb_array"} if args.capture_video else {}
     with one_line("--env-id", errors, gym.error.Error):
-        env = gym.make(args.env_id, render_mode="rgb_array" if args.capture_video else None)
+        env = gym.make(args.env_id, **filmed)
     if args.capture_video:
         with one_line("--capture-video", Exception):
             import moviepy  # noqa: F401
@@ -1736,7 +1746,9 @@ def one_line(what, *errors):  # no traceback where the disk, the memory or these
     except (OSError, RuntimeError, *errors) as error:
         if isinstance(error.__context__, OSError):  # torch.save hides it behind one of its own
             error = error.__context__
-        raise SystemExit(f"{what}: {error}".splitlines()[0]) from None
+        text = str(error) or type(error).__name__
+        text = text.replace(":\n\t", ": ")  # which part does not fit is in PyTorch's second line
+        raise SystemExit(f"{what}: {text}".splitlines()[0]) from None
 
 
 @contextmanager

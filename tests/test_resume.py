@@ -1,5 +1,6 @@
 """A run you can trust: what a resumed run takes up, what a crash leaves, how a run ends."""
 
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -290,14 +291,22 @@ def test_what_cannot_be_resumed_is_said_in_one_line(module, monkeypatch):
     assert {path.name: path.read_bytes() for path in run_dir.iterdir()} == files
 
     path = run_dir / "checkpoint.pt"
-    message = f"--resume: {path} is no checkpoint of this version"
+    none = f"--resume: {path} is no checkpoint of this version"
     checkpoint, content = read_checkpoint(run_dir), path.read_bytes()
     of_before = {name: x for name, x in checkpoint.items() if name != "made_by"}
     of_before["script"] = Path(module.__file__).name  # as it was called in earlier versions
     of_other_flags = {"args": checkpoint["args"] | {"new": 1}}
-    changes = {"made_by": "another.py"}, of_other_flags, {"args": {}}
-    damaged = content[:-100], content[100:], b"", b"text"
-    for change in (*(checkpoint | change for change in changes), of_before, *damaged, None):
+    without_tau = {name: x for name, x in checkpoint["args"].items() if name != "tau"}
+    changes = {
+        "was made by another.py": {"made_by": "another.py"},
+        "is of other flags: new": of_other_flags,
+        "is of other flags: tau": {"args": without_tau},
+    }
+    expected = [
+        (checkpoint | change, f"--resume: {path} {says}") for says, change in changes.items()
+    ]
+    damaged = of_before, content[:-100], content[100:], b"", b"text", None
+    for change, message in (*expected, *((change, none) for change in damaged)):
         if isinstance(change, dict):
             torch.save(change, path)
         elif change is not None:
@@ -309,7 +318,8 @@ def test_what_cannot_be_resumed_is_said_in_one_line(module, monkeypatch):
             command_line(monkeypatch, module, "--resume", str(run_dir))
     assert len(list(run_dir.iterdir())) == len(files) - 1
     wider = {name: torch.zeros(1, 1) for name in checkpoint["agent"]}
-    for change, words in (({"agent": wider}, "Error"), ({"optimizers": None}, "'optimizers'")):
+    does_not_fit = "Error(s) in loading state_dict for SAC: size mismatch for log_alpha"
+    for change, words in (({"agent": wider}, does_not_fit), ({"optimizers": None}, "'optimizers'")):
         torch.save({name: x for name, x in (checkpoint | change).items() if x}, path)
         message = stopped(module, total_timesteps=200, resume=str(run_dir))
         assert message.startswith(f"--resume: {words}"), message
@@ -372,6 +382,32 @@ def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
     assert [path.name[-10:] for path in runs] == ["1000000000", "1000000001"]
     message = stopped(baseline, env_id="Scripted-v0", resume=str(runs[0]), total_timesteps=200)
     assert message == "--env-id: the checkpoint is of Pendulum-v1"
+
+
+def test_what_a_copy_adds_is_not_held_to_our_ranges_and_what_it_anneals_is_saved_as_given(
+    monkeypatch,
+):
+    """Its flags may be zero or less, its environment need not know what rendering is."""
+
+    @dataclasses.dataclass
+    class Args(baseline.Args):
+        shift: float = -1.0
+        last_alpha: float = 0.0
+
+    functions = [lambda step, obs: (obs, 1.0)]
+    gym.register("Plain-v0", lambda: Scripted(*functions), disable_env_checker=True)
+    monkeypatch.setattr(sys, "argv", ["copy.py", "--env-id", "Plain-v0"])
+    args = baseline.parse_args(Args)
+    assert (args.shift, args.last_alpha) == (-1.0, 0.0)
+    baseline.check_env(args)
+    gym.registry.pop("Plain-v0")
+    run = baseline.Run(args, CPU, 1, 0)
+    run.dir = Path()
+    args.alpha = 0.1  # as a loop that anneals it
+    agent = torch.nn.Linear(1, 1)
+    agent.optimizers = []
+    run.save(agent)
+    assert read_checkpoint(run.dir)["args"]["alpha"] == baseline.Args.alpha
 
 
 # How a run ends
