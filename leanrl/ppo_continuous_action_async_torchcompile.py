@@ -397,8 +397,10 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    of_policy = policy_loss(log_ratios, batch.importance * advantages, args.clip_coef)
-    value_clip = args.clip_coef if args.clip_vloss else None
+    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    clip_coef = advantages.new_ones(()) * args.clip_coef
+    of_policy = policy_loss(log_ratios, batch.importance * advantages, clip_coef)
+    value_clip = clip_coef if args.clip_vloss else None
     of_value = value_loss(values, batch, value_clip)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value

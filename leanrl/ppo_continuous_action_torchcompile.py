@@ -363,8 +363,10 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
-    value_clip = args.clip_coef if args.clip_vloss else None
+    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    clip_coef = advantages.new_ones(()) * args.clip_coef
+    of_policy = policy_loss(log_ratios, advantages, clip_coef)
+    value_clip = clip_coef if args.clip_vloss else None
     of_value = value_loss(values, batch, value_clip)
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
@@ -553,8 +555,7 @@ class PPO(nn.Module):
 def compile_agent(agent: PPO) -> None:
     """The update is compiled when it is first called. The settings hold for the whole process.
 
-    Who anneals a number in `args` pays for one more compilation; bounds of a clamp stay constants:
-    make clip_coef a tensor to anneal it.
+    Who anneals a number in `args` pays for one more compilation.
     """
     on_cpu = agent.flat.is_cpu
     torch.set_num_threads(1)  # layers of 64 are too small to share

@@ -536,7 +536,9 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
+    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    clip_coef = advantages.new_ones(()) * args.clip_coef
+    of_policy = policy_loss(log_ratios, advantages, clip_coef)
     errors = (values - batch.returns).square()
     of_value = 0.5 * errors.mean() / model.return_norm.running_var[0]
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()

@@ -331,7 +331,7 @@ def test_numbers_that_a_copy_anneals_count_in_compiled_code():
         getattr(rollout, name).copy_(tensor)
     for epoch, coefficient in enumerate((0.3, 0.2, 0.1, 0.05), start=1):
         for args in (reference.args, agent.args):
-            args.ent_coef = args.vf_coef = coefficient
+            args.ent_coef = args.vf_coef = args.clip_coef = coefficient
             args.gamma = 1 - coefficient
         order = torch.randperm(64)
         expected = reference.learn(reference.prepare(rollout, stale=True), order)

@@ -640,7 +640,8 @@ def test_a_coefficient_that_a_copy_anneals_counts_in_compiled_code():
     reference, agent = make_pair()
     variant.compile_agent(agent)
     for count, ent_coef in enumerate((0.01, 0.1, 0.5, 0.9), start=1):
-        reference.args.ent_coef = agent.args.ent_coef = ent_coef
+        for args in (reference.args, agent.args):
+            args.ent_coef = args.clip_coef = ent_coef
         run_updates(reference, agent, 1, 1e-9)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == min(count, 2)
 

@@ -474,7 +474,8 @@ def test_a_number_that_a_copy_anneals_counts_in_compiled_code():
     reference, agent = make_pair()
     compile_agent(agent)
     for count, ent_coef in enumerate((0.01, 0.5, 0.2, 0.1), start=1):
-        reference.args.ent_coef = agent.args.ent_coef = ent_coef
+        for args in (reference.args, agent.args):
+            args.ent_coef = args.clip_coef = ent_coef
         run_updates(reference, agent, 1, 1e-5)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert graphs == min(count + 2, 4), "gather, gradients, twice, and optimize"

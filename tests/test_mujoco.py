@@ -475,6 +475,7 @@ def test_numbers_that_a_copy_of_ppo_anneals_count():
     for ent_coef, max_grad_norm in ((0.01, 0.5), (0.5, 0.1), (0.2, 0.05), (0.1, 1.0)):
         for args in (reference.args, agent.args):
             args.ent_coef, args.max_grad_norm = ent_coef, max_grad_norm
+            args.clip_coef = ent_coef
         run_updates(reference, agent, 1, 1e-5)
 
 

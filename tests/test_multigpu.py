@@ -331,7 +331,8 @@ def test_a_coefficient_that_a_copy_anneals_counts_in_compiled_code():
         **columns,
     )
     for count, ent_coef in enumerate((0.01, 0.1, 0.5, 0.9), start=1):
-        reference.args.ent_coef = agent.args.ent_coef = ent_coef
+        for args in (reference.args, agent.args):
+            args.ent_coef = args.clip_coef = ent_coef
         index, advantages = torch.randperm(64)[:32], torch.randn(32)
         expected, found = (x.gradient(batch, index, advantages) for x in (reference, agent))
         torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)

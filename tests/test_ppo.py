@@ -475,7 +475,7 @@ def test_numbers_in_args_may_change_between_updates(backend):  # noqa: F811
         for each in (reference, agent):
             each.args.ent_coef = 0.01 * (5 - number)
             each.args.vf_coef = 0.5 + 0.1 * number
-            each.args.clip_coef = torch.tensor(0.2 - 0.03 * number)
+            each.args.clip_coef = 0.2 - 0.03 * number
             each.args.max_grad_norm = 0.5 - 0.1 * number
         run_epochs(reference, agent, 1, 1e-4)
         found.append(counters["stats"]["unique_graphs"])
