@@ -252,10 +252,11 @@ def compute_gae(
     All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
     termination, that of the final observation after a truncation. `ended` is 1 after either.
     """
-    # speed: log2(T) vector operations instead of T
-    advantages = rewards + gamma * next_values - values
+    deltas = rewards + gamma * next_values - values
     weights = gamma * lam * (1 - ended)
-    # speed: each pass doubles how far every sum has got
+    # speed: log2(T) vector operations instead of T: every sum begins with its own step's delta, and
+    # each pass adds to it the sum that begins where it ends, so that it covers twice as many steps
+    advantages = deltas
     distance = 1
     while distance < len(advantages):
         begin = advantages[:-distance]

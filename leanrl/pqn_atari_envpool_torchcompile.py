@@ -259,7 +259,8 @@ def lambda_returns(
     either, and the rollout ends as a truncated episode does.
     """
     # speed: log2(T) vector operations instead of T: the return of step t is a constant and a weight
-    # times the return of step t + 1, and each pass doubles how far every sum has got
+    # times the return of step t + 1. Every sum begins with its own step's constant, and each pass
+    # adds to it the sum that begins where it ends, so that it covers twice as many steps
     weights = gamma * lam * (1 - ended)
     returns = rewards + (gamma - weights) * next_values
     returns[-1] += weights[-1] * next_values[-1]
