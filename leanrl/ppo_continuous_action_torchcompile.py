@@ -388,8 +388,8 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 # Agent
 
 
-# speed: torch.compile cannot trace torch.optim.Adam; with this one a whole update is one compiled
-# call. The powers of beta are state: from a step count, every weight would pay for a pow
+# speed: at torch.optim.Adam a compiled function breaks apart; with this one an update is one call.
+# The powers of beta are state: from a step count compiled code would compute them for each weight
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
 

@@ -291,8 +291,8 @@ def td_loss(model: QNetwork, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 # Agent
 
 
-# speed: torch.compile cannot trace torch.optim.RAdam; with this one a whole update is one compiled
-# call. The powers of beta and the count of steps are state, which compiled code and graphs read
+# speed: at torch.optim.RAdam a compiled function breaks apart; with this one an update is one call.
+# The powers of beta and the count of steps are state, which compiled code and graphs read
 class RAdam:
     """RAdam (Liu et al., 2019, arXiv:1908.03265, algorithm 2), all parameters in one call."""
 

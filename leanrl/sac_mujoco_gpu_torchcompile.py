@@ -594,8 +594,8 @@ def alpha_loss(log_alpha: Tensor, log_probs: Tensor, target_entropy: float) -> T
 # Agent
 
 
-# speed: torch.compile cannot trace torch.optim.Adam; with this one a whole update is one compiled
-# call. The powers of beta are state: from a step count, every weight would pay for a pow
+# speed: at torch.optim.Adam a compiled function breaks apart; with this one an update is one call.
+# The powers of beta are state: from a step count compiled code would compute them for each weight
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
 
