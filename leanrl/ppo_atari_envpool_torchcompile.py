@@ -406,7 +406,7 @@ class PPO(nn.Module):
         """One gradient step on the steps of `batch` in index."""
         minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
-        # speed: gradients as values, not as .grad: nothing to zero, nothing the compiler cannot see
+        # speed: gradients as values: no .grad to fill and to zero, and zero_grad cannot be compiled
         gradients = torch.autograd.grad(loss, self.optimizer.parameters)
         norm = nn.utils.get_total_norm(gradients)
         scale = self.args.max_grad_norm / (norm + 1e-6)

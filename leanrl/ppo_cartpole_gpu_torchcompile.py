@@ -465,7 +465,7 @@ class PPO(nn.Module):
         return [Batch._make(piece) for piece in zip(*chunks, strict=True)]
 
     def gradients(self, batch: Batch) -> tuple:
-        """Values, not .grad: nothing the compiler cannot see -> gradients, {name: tensor ()}."""
+        """Gradients as values, because zero_grad cannot be compiled, and {name: tensor ()}."""
         args = replace(self.args, norm_adv=False)
         loss, metrics = ppo_loss(self.model, batch, args)
         gradients = torch.autograd.grad(loss, self.optimizer.parameters)

@@ -516,7 +516,7 @@ class PPO(nn.Module):
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
         minibatch = Batch._make([column[index] for column in batch])
-        # speed: a pure function of the vector, nothing is hidden from the compiler
+        # speed: the network is called with pieces of the vector, so its gradient is a vector, too
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = self.flat.split(sizes)
         parameters = {}

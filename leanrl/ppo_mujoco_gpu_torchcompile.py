@@ -653,7 +653,7 @@ class PPO(nn.Module):
         """One gradient step on the steps of `batch` in index."""
         minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
-        # speed: gradients as values, not as .grad: nothing to zero, nothing the compiler cannot see
+        # speed: gradients as values: no .grad to fill and to zero, and zero_grad cannot be compiled
         gradients = torch.autograd.grad(loss, self.optimizer.parameters)
         norms = torch._foreach_norm(gradients)
         norm = torch.stack(norms).norm()

@@ -358,7 +358,7 @@ class Adam:
 
 def gradient_step(loss: Tensor, optimizer: Adam) -> None:
     """A step of `optimizer`; backward computes the gradients of its parameters and no others."""
-    # speed: gradients as values, not as .grad: nothing to zero, nothing the compiler cannot see
+    # speed: gradients as values: no .grad to fill and to zero, and zero_grad cannot be compiled
     gradients = torch.autograd.grad(loss, optimizer.parameters)
     optimizer.step(gradients)
 
