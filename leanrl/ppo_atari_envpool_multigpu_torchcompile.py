@@ -467,8 +467,8 @@ class PPO(nn.Module):
         return metrics
 
 
-# speed: acting and both sides of the average of gradients, which no call can hold, become one
-# compiled call each. Advantages, once a rollout, would take seconds to compile and gain nothing
+# speed: acting, and what comes before and after the average of gradients over all processes, become
+# one compiled call each. Advantages, once a rollout, would take seconds to compile and gain nothing
 # that one could measure
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
