@@ -78,7 +78,8 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
     target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
-    # speed: each works alone, together and not at all
+    # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
+    # once all that it has recorded; any combination of the flags works, none too
     compile: bool = False  # compile the update with torch.compile
     cudagraphs: bool = False  # replay the preparation of a rollout and an epoch as CUDA graphs
 

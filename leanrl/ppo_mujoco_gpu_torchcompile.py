@@ -88,7 +88,8 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
 
-    # speed: each works alone, together and not at all
+    # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
+    # once all that it has recorded; any combination of the flags works, none too
     compile: bool = False  # compile acting, judging the worlds and updating
     cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
     tf32: bool = False  # on CUDA, multiply in TensorFloat-32: faster, with three digits

@@ -70,7 +70,8 @@ class Args:
     eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
     stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
-    # speed: each works alone, together and not at all
+    # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
+    # once all that it has recorded; any combination of the flags works, none too
     compile: bool = False  # compile acting and updating with torch.compile
     cudagraphs: bool = False  # replay acting, sampling and updating as CUDA graphs
 
