@@ -548,7 +548,7 @@ def main(args: Args) -> Path | None:
         run.restore(agent)
         torch.cuda.manual_seed(seed)  # restored streams differ from GPU to GPU; all draw the same
     obs, _ = envs.pool.reset()
-    # speed: the loop does not know what is compiled or captured
+    # speed: methods are replaced before the loop, which remains the baseline's
     if args.compile:
         compile_agent(agent)
     if args.cudagraphs and on_gpu:

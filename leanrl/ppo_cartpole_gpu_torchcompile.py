@@ -569,7 +569,7 @@ def main(args: Args) -> Path:
     if run.checkpoint:
         run.restore(agent)
     obs, _ = envs.reset(seed=args.seed + run.start_step)
-    # speed: the loop does not know what is compiled or captured
+    # speed: methods are replaced before the loop, which remains the baseline's
     if args.compile:
         compile_agent(agent)
     if args.cudagraphs and on_gpu:

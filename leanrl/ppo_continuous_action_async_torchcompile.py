@@ -720,7 +720,7 @@ def main(args: Args) -> Path:
         slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
     if run.checkpoint:
         run.restore(agent)
-    # speed: the loop does not know what is compiled or captured
+    # speed: methods are replaced before the loop, which remains the baseline's
     if args.compile:
         compile_agent(agent)
     if args.cudagraphs and device.type == "cuda":

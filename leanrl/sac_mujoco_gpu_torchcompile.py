@@ -870,7 +870,7 @@ def main(args: Args) -> Path:
     num_updates = int(learning_steps * args.utd_ratio)
     metrics = {}  # of the last updates
     totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
-    # speed: the loop does not know what is compiled or captured
+    # speed: methods are replaced before the loop, which remains the baseline's
     if args.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
     if args.compile:

@@ -515,7 +515,7 @@ def main(args: Args) -> Path:
     learning_steps = max(run.start_step - args.learning_starts, 0)
     num_updates = int(learning_steps * args.utd_ratio)
     metrics = {}  # of the last updates
-    # speed: the loop does not know what is compiled or captured
+    # speed: methods are replaced before the loop, which remains the baseline's
     if args.compile:
         compile_agent(agent)
         if not on_gpu:
