@@ -744,7 +744,7 @@ def main(args: Args) -> Path:
             learning_rate = args.learning_rate
             if args.anneal_lr:
                 learning_rate *= 1 - run.step / run.total_steps
-            # speed: a tensor, which compiled code and graphs read anew
+            # speed: in place, where compiled code and graphs read it
             agent.optimizer.lr.fill_(learning_rate)
 
             # 1. Let the collector go on with these weights, and get the rollout that is due.

@@ -810,7 +810,7 @@ def main(args: Args) -> Path:
                 remaining -= run.step / run.total_steps
             if args.desired_kl == 0:
                 agent.learning_rate.fill_(args.learning_rate * remaining)
-            # speed: a tensor, which compiled code and graphs read anew
+            # speed: in place, where compiled code and graphs read it
             agent.optimizer.lr.copy_(agent.learning_rate)
 
             # 1. Roll out: T steps with the policy as it is.
