@@ -138,7 +138,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         normalized = centered / std
         return normalized.clip(-10, 10)
 
-    def reset(self, seed: int) -> tuple[np.ndarray, dict]:
+    def reset(self, seed: int) -> tuple:
         obs = []
         for i in range(self.num_envs):
             obs.append(self.start(i, seed + i))
@@ -464,7 +464,7 @@ class Adam:
 
 # speed: for a few rows PyTorch's dispatch costs more than the arithmetic
 class NumPyMLP:
-    """A copy of what `mlp` has made; on a CPU the arrays are the parameters themselves."""
+    """A network that `mlp` has made; on a CPU the arrays are the parameters, not copies."""
 
     def __init__(self, network: nn.Sequential):
         self.arrays = []
