@@ -656,10 +656,10 @@ class PPO(nn.Module):
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
         # speed: gradients as values: no .grad to fill and to zero, and zero_grad cannot be compiled
         gradients = torch.autograd.grad(loss, self.optimizer.parameters)
-        norms = torch._foreach_norm(gradients)
-        norm = torch.stack(norms).norm()
+        norm = nn.utils.get_total_norm(gradients)
         scale = self.args.max_grad_norm / (norm + 1e-6)
-        gradients = torch._foreach_mul(gradients, scale.clamp(max=1))
+        scale = scale.clamp(max=1)
+        gradients = torch._foreach_mul(gradients, scale)
         self.optimizer.step(gradients)
         return metrics
 
@@ -734,13 +734,13 @@ def capture_agent(agent: PPO) -> None:
     recorded = dict(vars(agent.args))
     learn = CudaGraphModule(agent.learn, warmup=3)
 
-    def replay(*inputs):
+    def replay(batch, order):
         assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
-        return learn(*inputs)
+        return learn(batch, order)
 
-    agent.learn = replay
     agent.act = CudaGraphModule(agent.act, warmup=3)
     agent.prepare = CudaGraphModule(agent.prepare, warmup=3)
+    agent.learn = replay
 
 
 # speed: judging the worlds is many small operations: one compiled call, or one launch on a GPU
