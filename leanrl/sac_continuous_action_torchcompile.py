@@ -425,9 +425,8 @@ class SAC(nn.Module):
         targets = self.qf_target.parameters()
         parameters = self.qf.parameters()
         with torch.no_grad():
-            # speed: one call for all tensors; to compile it as well would gain nothing
-            targets = list(targets)
-            torch._foreach_lerp_(targets, list(parameters), self.args.tau)
+            # speed: one call for all tensors, which compiled would be no faster
+            torch._foreach_lerp_(list(targets), list(parameters), self.args.tau)
 
     def update(self, batch: Batch, actor_due: bool, target_due: bool) -> dict[str, Tensor]:
         """One step of the Q-networks, and of the rest where it is due."""

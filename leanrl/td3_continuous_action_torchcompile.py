@@ -406,7 +406,7 @@ class TD3(nn.Module):
         targets = [*self.actor_target.parameters(), *self.qf_target.parameters()]
         parameters = [*self.actor.parameters(), *self.qf.parameters()]
         with torch.no_grad():
-            # speed: one call for all tensors; to compile it as well would gain nothing
+            # speed: one call for all tensors, which compiled would be no faster
             torch._foreach_lerp_(targets, parameters, self.args.tau)
 
     def update(self, batch: Batch, actor_due: bool) -> dict[str, Tensor]:
