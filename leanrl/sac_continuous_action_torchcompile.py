@@ -240,10 +240,10 @@ class ReplayBuffer:
         self.batch = batch._replace(rewards=rewards, terminated=terminated)
 
     def add(self, transitions: Batch) -> None:
-        """Stores N transitions, whose fields (N, ...) may be arrays or tensors of any type."""
+        """Stores N transitions, whose fields are (N, ...)."""
         end = self.position + self.args.num_envs
-        # speed: one copy, for which the CPU does not wait: PyTorch hands out pinned memory again
-        # only after the copies from it
+        # speed: one copy, for which the CPU does not wait: PyTorch uses pinned memory again only
+        # after the copies from it
         shape = self.args.num_envs, -1
         columns = [np.reshape(new, shape) for new in transitions]
         rows = np.concatenate(columns, axis=1, dtype=np.float32)
@@ -261,7 +261,7 @@ class ReplayBuffer:
         self.draw()
         return self.batch
 
-    # speed: random numbers below a size on the device; in float64 as uniform as randint's
+    # speed: a graph would freeze randint's bound; this one is on the device, in float64 as uniform
     def draw(self):
         """Refills `batch`."""
         device = self.data.device

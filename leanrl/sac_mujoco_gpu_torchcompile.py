@@ -523,7 +523,7 @@ class ReplayBuffer:
         self.batch = batch._replace(rewards=rewards, terminated=terminated)
 
     def add(self, transitions: Batch) -> None:
-        """Stores N transitions, whose fields (N, ...) may be arrays or tensors of any type."""
+        """Stores N transitions, whose fields are (N, ...)."""
         end = self.position + self.args.num_envs
         # speed: one copy, of fields that are tensors
         columns = [new.view(self.args.num_envs, -1) for new in transitions]
@@ -538,7 +538,7 @@ class ReplayBuffer:
         self.draw()
         return self.batch
 
-    # speed: random numbers below a size on the device; in float64 as uniform as randint's
+    # speed: a graph would freeze randint's bound; this one is on the device, in float64 as uniform
     def draw(self):
         """Refills `batch`."""
         device = self.data.device

@@ -190,7 +190,7 @@ class ReplayBuffer:
             )
 
     def add(self, transitions: Batch) -> None:
-        """Stores N transitions, whose fields (N, ...) may be arrays or tensors of any type."""
+        """Stores N transitions, whose fields are (N, ...)."""
         end = self.position + self.args.num_envs
         for stored, new in zip(self.data, transitions, strict=True):
             new = torch.as_tensor(new, dtype=torch.float32)
