@@ -174,7 +174,7 @@ class ActorCritic(nn.Module):
         )
         self.actor = layer_init(nn.Linear(512, num_actions), gain=0.01)
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
-        # speed: GPUs convolve faster in bfloat16 and, as some CPUs do, with channels last
+        # speed: GPUs convolve faster in bfloat16; they and some CPUs also with channels last
         self.bf16 = bf16
         self.layout = torch.contiguous_format
         if channels_last:
@@ -183,7 +183,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs (B, O) uint8 -> log-probabilities of the actions (B, A), values (B,)."""
-        # speed: the heads stay out of it: 8 bits are few for a log-probability or a value
+        # speed: the heads stay in float32: 8 bits are few for a log-probability or a value
         images = obs / 255.0
         images = images.contiguous(memory_format=self.layout)
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
@@ -222,13 +222,13 @@ class Rollout:
         # the value of the final observation; all others have 0
         self.ended = torch.zeros(shape, device=device)
         self.final_values = torch.zeros(shape, device=device)
-        # speed: for a GPU: what the CPU writes stays there until one copy of each per rollout
+        # speed: for a GPU: the CPU writes into its own memory, which is copied once per rollout
         self.host = {}
         for name in ("rewards", "ended", "final_values"):
             self.host[name] = torch.zeros(shape)
 
 
-# speed: for a GPU: from pinned memory a copy runs beside the CPU
+# speed: for a GPU: from pinned memory it copies while the CPU goes on
 def upload(values: Tensor, target: Tensor) -> None:
     """Copies without waiting; what `values` becomes afterwards is not copied."""
     if target.is_cuda:
@@ -359,7 +359,7 @@ class PPO(nn.Module):
     def __init__(self, args: Args, num_actions: int, device: torch.device):
         super().__init__()
         self.args = args
-        # speed: the Adam above, which compiles and captures with the rest of an update
+        # speed: the formats of images, and the Adam above, which compiles with all of an update
         self.model = ActorCritic(num_actions, args.bf16, args.channels_last).to(device)
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
@@ -523,11 +523,11 @@ def main(args: Args) -> Path:
             shape = args.num_steps, args.num_envs, num_actions
             noise = torch.empty(shape, device=device)
             noise.exponential_()
-            # speed: on the CPU, until all of them are copied
+            # speed: into the CPU's memory, which is copied below
             rollout.host["final_values"].zero_()
             for t in range(args.num_steps):
                 with run.stage("inference"):
-                    # speed: beside the CPU
+                    # speed: a copy for which the CPU does not wait
                     upload(torch.from_numpy(obs), rollout.obs[t])
                     sample, log_probs, values = agent.act(rollout.obs[t], noise[t])
                     actions = sample.cpu().numpy()
@@ -538,7 +538,7 @@ def main(args: Args) -> Path:
                     rollout.actions[t] = sample
                     rollout.log_probs[t] = log_probs
                     rollout.values[t] = values
-                    # speed: on the CPU, until all of them are copied
+                    # speed: into the CPU's memory, which is copied below
                     rollout.host["rewards"][t] = torch.from_numpy(rewards)
                     rollout.host["ended"][t] = torch.from_numpy(ended)
                 run.step += args.num_envs
@@ -547,7 +547,7 @@ def main(args: Args) -> Path:
                     with run.stage("inference"):
                         final_obs = torch.from_numpy(infos["final_obs"][[i]])
                         final_value = agent.value(final_obs.to(device))
-                        # speed: on the CPU, until all of them are copied
+                        # speed: into the CPU's memory, which is copied below
                         rollout.host["final_values"][t, i] = final_value
                 with run.stage("logging"):
                     for score, length in infos["games"]:

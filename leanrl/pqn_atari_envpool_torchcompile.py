@@ -169,7 +169,7 @@ class QNetwork(nn.Module):
     # speed: the convolutions' number format and memory layout
     def __init__(self, num_actions: int, bf16: bool, channels_last: bool):
         super().__init__()
-        # speed: GPUs convolve faster in bfloat16 and, as some CPUs do, with channels last
+        # speed: GPUs convolve faster in bfloat16; they and some CPUs also with channels last
         self.bf16 = bf16
         self.layout = torch.contiguous_format
         norm = nn.LayerNorm
@@ -182,11 +182,11 @@ class QNetwork(nn.Module):
             norm([32, 20, 20]),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
-            # speed: such a norm
+            # speed: a norm for that layout
             norm([64, 9, 9]),
             nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3, stride=1)),
-            # speed: such a norm
+            # speed: a norm for that layout
             norm([64, 7, 7]),
             nn.ReLU(),
             nn.Flatten(),
@@ -200,7 +200,7 @@ class QNetwork(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         """obs (B, O) uint8 -> values (B, A)."""
-        # speed: the head stays out of it: 8 bits are few for a value
+        # speed: the head stays in float32: 8 bits are few for a value
         images = obs / 255.0
         images = images.contiguous(memory_format=self.layout)
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
@@ -233,13 +233,13 @@ class Rollout:
         # the value of the final observation; all others have 0
         self.ended = torch.zeros(shape, device=device)
         self.final_values = torch.zeros(shape, device=device)
-        # speed: for a GPU: what the CPU writes stays there until one copy of each per rollout
+        # speed: for a GPU: the CPU writes into its own memory, which is copied once per rollout
         self.host = {}
         for name in ("rewards", "ended", "final_values"):
             self.host[name] = torch.zeros(shape)
 
 
-# speed: for a GPU: from pinned memory a copy runs beside the CPU
+# speed: for a GPU: from pinned memory it copies while the CPU goes on
 def upload(values: Tensor, target: Tensor) -> None:
     """Copies without waiting; what `values` becomes afterwards is not copied."""
     if target.is_cuda:
@@ -348,7 +348,7 @@ class PQN(nn.Module):
     def __init__(self, args: Args, num_actions: int, device: torch.device):
         super().__init__()
         self.args = args
-        # speed: the RAdam above, which compiles and captures with the rest of an update
+        # speed: the formats of images; RAdam is the one above
         self.model = QNetwork(num_actions, args.bf16, args.channels_last).to(device)
         self.optimizer = RAdam(self.parameters(), lr=args.learning_rate)
         self.optimizers = (self.optimizer,)
@@ -511,11 +511,11 @@ def main(args: Args) -> Path:
             random_actions = torch.randint(num_actions, shape, device=device)
             epsilons = exploration(args, run.step, device)
             explores = torch.rand(shape, device=device) < epsilons
-            # speed: on the CPU, until all of them are copied
+            # speed: into the CPU's memory, which is copied below
             rollout.host["final_values"].zero_()
             for t in range(args.num_steps):
                 with run.stage("inference"):
-                    # speed: beside the CPU
+                    # speed: a copy for which the CPU does not wait
                     upload(torch.from_numpy(obs), rollout.obs[t])
                     draws = explores[t], random_actions[t]
                     sample, values = agent.act(rollout.obs[t], *draws)
@@ -526,7 +526,7 @@ def main(args: Args) -> Path:
                     ended = terminated | truncated
                     rollout.actions[t] = sample
                     rollout.values[t] = values
-                    # speed: on the CPU, until all of them are copied
+                    # speed: into the CPU's memory, which is copied below
                     rollout.host["rewards"][t] = torch.from_numpy(rewards)
                     rollout.host["ended"][t] = torch.from_numpy(ended)
                 run.step += args.num_envs
@@ -535,7 +535,7 @@ def main(args: Args) -> Path:
                     with run.stage("inference"):
                         final_obs = torch.from_numpy(infos["final_obs"][[i]])
                         final_value = agent.value(final_obs.to(device))
-                        # speed: on the CPU, until all of them are copied
+                        # speed: into the CPU's memory, which is copied below
                         rollout.host["final_values"][t, i] = final_value
                 with run.stage("logging"):
                     for score, length in infos["games"]:
