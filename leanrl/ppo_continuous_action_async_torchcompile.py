@@ -489,7 +489,7 @@ class PPO(nn.Module):
         self.model = ActorCritic(obs_dim, action_dim).to(device)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
         flat = nn.utils.parameters_to_vector(self.parameters())
-        self.flat = flat.detach().requires_grad_()  # in `update` torch 2.11 could not compile it
+        self.flat = flat.detach().requires_grad_()  # torch 2.11 cannot compile it in `update`
         nn.utils.vector_to_parameters(self.flat, self.parameters())
         self.shapes = {}
         for name, parameter in self.model.named_parameters():
@@ -497,7 +497,7 @@ class PPO(nn.Module):
         self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
-    # speed: acting leaves out all but the actions, and on a CPU PyTorch
+    # speed: acting computes the actions alone, on a CPU without PyTorch
     def publish(self) -> None:
         """Brings the parameters to where acting reads them."""
         log_std = self.model.actor_logstd.detach()
@@ -518,12 +518,12 @@ class PPO(nn.Module):
         with torch.no_grad():
             return self.model.critic(obs).squeeze(-1)
 
-    # speed: the same for fresh rollouts and for stale ones, as a graph needs it
+    # speed: the same for fresh and for stale rollouts, because a graph has no branches
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout, perhaps made by older weights -> B = T N steps to learn from."""
         with torch.no_grad():
             obs = rollout.obs[:-1]
-            # speed: one call for all that these weights have to say
+            # speed: one call for all steps and what follows them
             mean, log_std, all_values = self.model(rollout.obs)
             values = all_values[:-1]
             log_probs = gaussian_log_prob(rollout.actions, mean[:-1], log_std)
@@ -627,7 +627,7 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
-    # speed: without DeviceEnv, acting takes and gives arrays, those in shared memory
+    # speed: no DeviceEnv: acting takes arrays and stores them in memory that the learner sees
     device_envs = envs
     for slot in slots:
         for name in ("obs", "actions", "rewards", "ended"):
@@ -645,7 +645,7 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
             truncations = []
             episodes = []
             nn.utils.vector_to_parameters(slot.weights.to(device), agent.parameters())
-            # speed: acting is left to NumPy and stores where the learner reads
+            # speed: NumPy acts, and what it has done is stored where the learner reads
             agent.publish()
             noise = slot.noise.numpy()
             rollout = slot
@@ -665,7 +665,7 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
                     obs = next_obs
                 step += args.num_envs
                 # Where an episode ended, next_obs is already the next episode's first.
-                # speed: known without asking PyTorch
+                # speed: the class above leaves out _final_obs, which says the same
                 for n in (terminated | truncated).nonzero()[0]:
                     if not terminated[n]:
                         truncations.append((t, n, infos["final_obs"][n]))
@@ -676,7 +676,7 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
                     }
                     episodes.append((step, row))
             rollout.obs[-1] = obs
-            # speed: the rest is there already, and its noise tells how likely an action was
+            # speed: the rest is there already; how likely an action was follows from its noise
             log_std = agent.model.actor_logstd.detach().cpu()
             deviations = log_std.exp() * slot.noise
             slot.log_probs.copy_(gaussian_log_prob(deviations, 0.0, log_std))
@@ -777,7 +777,7 @@ def main(args: Args) -> Path:
                     inputs = torch.as_tensor(final_obs, device=device)
                     rollout.final_values[t, n] = agent.value(inputs)
                 staleness = version - slot.version
-                # speed: the same for both
+                # speed: the same for fresh and for stale rollouts
                 batch = agent.prepare(rollout)
                 clipfracs = []
                 for _ in range(args.update_epochs):

@@ -457,7 +457,7 @@ class PPO(nn.Module):
         self.register_buffer("learning_rate", learning_rate)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
         flat = nn.utils.parameters_to_vector(self.parameters())
-        self.flat = flat.detach().requires_grad_()  # in `update` torch 2.11 could not compile it
+        self.flat = flat.detach().requires_grad_()  # torch 2.11 cannot compile it in `update`
         nn.utils.vector_to_parameters(self.flat, self.parameters())
         self.shapes = {}
         for name, parameter in self.model.named_parameters():
@@ -465,7 +465,7 @@ class PPO(nn.Module):
         self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
-    # speed: acting computes the actions alone, and without PyTorch
+    # speed: acting computes the actions alone, without PyTorch
     def publish(self) -> None:
         """Brings the parameters to where acting reads them."""
         log_std = self.model.actor_logstd.detach().cpu()
@@ -484,11 +484,11 @@ class PPO(nn.Module):
         values = self.numpy_critic(obs)
         return values.squeeze(-1)
 
-    # speed: a graph copies to where it reads what it is given as tensors, here by name
+    # speed: a dictionary, whose tensors CudaGraphModule copies to where its graph reads
     def prepare(self, tensors: dict[str, Tensor]) -> Batch:
         """A rollout -> B = T N steps to learn from."""
         with torch.no_grad():
-            # speed: the policy is still that which acted, so one call computes what it left out
+            # speed: the policy has not changed since it acted: one call computes what it left out
             rollout = SimpleNamespace(**tensors)
             mean, log_std, values = self.model(rollout.obs)
             rollout.obs = rollout.obs[:-1]
@@ -636,8 +636,8 @@ def main(args: Args) -> Path:
             agent.optimizer.lr.copy_(agent.learning_rate)
 
             # 1. Roll out: T steps with the policy as it is.
-            # speed: drawn on the CPU, where it is used, so with a GPU the twin has other draws;
-            # acting reads the parameters as arrays
+            # speed: drawn on the CPU, where it is used: with a GPU not as in the baseline. Acting
+            # reads the parameters as arrays
             noise = torch.randn(args.num_steps, args.num_envs, action_dim)
             noise = noise.numpy()
             agent.publish()
