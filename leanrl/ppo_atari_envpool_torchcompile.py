@@ -1,4 +1,4 @@
-"""Proximal Policy Optimization (PPO) for Atari on EnvPool, with torch.compile and CUDA graphs.
+r"""Proximal Policy Optimization (PPO) for Atari on EnvPool, with torch.compile and CUDA graphs.
 
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --cudagraphs
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --bf16 --channels-last \

@@ -1,4 +1,4 @@
-"""Parallelised Q-Network (PQN) for Atari on EnvPool, with torch.compile and CUDA graphs.
+r"""Parallelised Q-Network (PQN) for Atari on EnvPool, with torch.compile and CUDA graphs.
 
     python leanrl/pqn_atari_envpool_torchcompile.py --compile --cudagraphs
     python leanrl/pqn_atari_envpool_torchcompile.py --compile --bf16 --channels-last \
