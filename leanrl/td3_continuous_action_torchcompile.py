@@ -380,7 +380,7 @@ class TD3(nn.Module):
 
     def update_critic(self, batch: Batch, noise: Tensor) -> dict[str, Tensor]:
         """One step of both Q-networks, with standard normal noise (B, A)."""
-        # speed: as a tensor a new clip compiles once more; clamp compiles anew for every number
+        # speed: clamp compiles anew for each new number; with a tensor once, then never again
         clip = noise.new_ones(()) * self.args.noise_clip
         noise = (noise * self.args.policy_noise).clamp(-clip, clip)
         losses, values = critic_loss(self, batch, noise, self.args.gamma)
