@@ -395,7 +395,7 @@ class PPO(nn.Module):
         with torch.no_grad():
             return self.model.critic(obs).squeeze(-1)
 
-    # speed: acting and simulation in one call without stages, which can be compiled or captured
+    # speed: one call for acting and simulation, without stages, to be compiled or captured
     def step(self, envs, noise, starts) -> Rollout:
         """A step of `envs` from where they are, given noise (N, A) and starts (N, O)."""
         obs = envs.state.clone()
@@ -440,8 +440,8 @@ class PPO(nn.Module):
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
-        # speed: three compiled parts, the middle one for as many rows as a CPU's caches have room
-        # for: the mean of the pieces' gradients is the minibatch's. A GPU gets all rows at once
+        # speed: three compiled parts. On a CPU the middle one takes as many rows as caches hold,
+        # and the mean of the pieces' gradients is the minibatch's. A GPU takes all rows at once
         first, *others = self.gather(batch, index)
         gradients, metrics = self.gradients(first)
         for piece in others:
@@ -454,7 +454,7 @@ class PPO(nn.Module):
     def gather(self, batch: Batch, index: Tensor) -> list[Batch]:
         """The steps of `batch` in index, in pieces, with advantages normalized over all of them."""
         minibatch = Batch._make([column[index] for column in batch])
-        # speed: here, because the loss sees no more than a piece
+        # speed: here, because the loss sees a piece at a time
         if self.args.norm_adv:
             advantages = minibatch.advantages
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
@@ -473,7 +473,7 @@ class PPO(nn.Module):
         return gradients, metrics
 
     def optimize(self, gradients, metrics, count) -> dict[str, Tensor]:
-        """Adam with the mean of gradients of which there is the sum, clipped."""
+        """A step of Adam by the clipped mean; gradients and metrics are sums of `count`."""
         norm = nn.utils.get_total_norm(gradients) / count
         scale = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.optimizer.step(torch._foreach_mul(gradients, scale / count))
@@ -489,7 +489,7 @@ class PPO(nn.Module):
         return metrics
 
 
-# speed: g++ reads PyTorch's headers once for all kernels: here, while Python traces the first ones
+# speed: g++ compiles PyTorch's headers once for all kernels: here, while Python traces the first
 def compile_headers() -> None:
     """A thread compiles a kernel that does nothing."""
     from torch._inductor.async_compile import AsyncCompile
@@ -504,8 +504,8 @@ def compile_headers() -> None:
     threading.Thread(target=settings.run, args=[work], daemon=True).start()
 
 
-# speed: a step and an update, optimizer included, become one graph or a few each, on a GPU also the
-# advantages. On a CPU these would take seconds to compile and gain nothing that one could measure
+# speed: a step becomes one compiled call, an update a few, on a GPU also the advantages one. On a
+# CPU these would take seconds to compile and gain nothing that one could measure
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     on_cpu = next(agent.parameters()).is_cpu
