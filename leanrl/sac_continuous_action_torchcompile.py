@@ -441,16 +441,17 @@ class SAC(nn.Module):
 
 # speed: acting and both updates, gradients and optimizer included, become one compiled call each
 def compile_agent(agent: SAC) -> None:
-    """Each method is compiled when it is first called. The settings hold for the whole process."""
+    """Each method is compiled when it is first called. The settings hold for the whole process.
+
+    So does `set_flush_denormal` in `main`: the optimizer's averages for units that are never active
+    decay to denormal numbers, with which a CPU is ten times slower; flushed, they count as zero.
+    """
     on_cpu = agent.log_alpha.is_cpu
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
     torch._inductor.config.cpp_wrapper = on_cpu  # C++ calls kernels faster
-    # Adam's averages for units that are never active decay to denormal numbers, with which a CPU is
-    # ten times slower: they count as zero, in all threads that this one starts
-    torch.set_flush_denormal(True)
     cpuinfo = Path("/proc/cpuinfo")
     on_zen5 = cpuinfo.exists() and "family\t: 26" in cpuinfo.read_text()
     if on_cpu and on_zen5:  # on Zen 4 it is slower, with AMX it means bfloat16, on a GPU TF32
@@ -521,6 +522,8 @@ def main(args: Args) -> Path:
     run = Run(args, device, args.num_envs, warmup_steps)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    # speed: as compile_agent says, before OpenMP starts the threads that work from then on
+    torch.set_flush_denormal(args.compile)
 
     envs = make_envs(args.env_id, args.num_envs)
     obs_dim = envs.single_observation_space.shape[0]
