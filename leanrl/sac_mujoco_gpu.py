@@ -19,7 +19,6 @@ all environments. Its twin sac_mujoco_gpu_torchcompile.py is this file with the 
 
 import ast
 import copy
-import ctypes
 import gc
 import json
 import math
@@ -803,9 +802,8 @@ class CPhysics:
         # be solved apart, finds nothing
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # Python's bindings let each part of a step read a clock, for timers that nobody looks at
-        bindings = ctypes.CDLL(mujoco._callbacks.__file__)
-        ctypes.c_void_p.in_dll(bindings, "mjcb_time").value = None
+        # Among them is a clock that each part of a step reads, for timers that nobody looks at
+        mujoco.mj_resetCallbacks()
         # Forces follow from the contacts, which only an MjData of each world's own still has
         needs_forces = not FORCES.isdisjoint(task.reads)
         size = 200_000 if needs_forces else 20_000

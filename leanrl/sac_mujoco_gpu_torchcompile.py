@@ -11,7 +11,6 @@ and the run goes on. The first updates pay for compilation: seconds, reported as
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
 import ast
 import copy
-import ctypes
 import gc
 import json
 import math
@@ -994,9 +993,8 @@ class CPhysics:
         # be solved apart, finds nothing
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # Python's bindings let each part of a step read a clock, for timers that nobody looks at
-        bindings = ctypes.CDLL(mujoco._callbacks.__file__)
-        ctypes.c_void_p.in_dll(bindings, "mjcb_time").value = None
+        # Among them is a clock that each part of a step reads, for timers that nobody looks at
+        mujoco.mj_resetCallbacks()
         # Forces follow from the contacts, which only an MjData of each world's own still has
         needs_forces = not FORCES.isdisjoint(task.reads)
         size = 200_000 if needs_forces else 20_000
