@@ -996,14 +996,14 @@ class CPhysics:
         # Among them is a clock that each part of a step reads, for timers that nobody looks at
         mujoco.mj_resetCallbacks()
         # Forces follow from the contacts, which only an MjData of each world's own still has
-        needs_forces = not FORCES.isdisjoint(task.reads)
-        size = 200_000 if needs_forces else 20_000
+        self.forces = FORCES.intersection(task.reads)
+        size = 200_000 if self.forces else 20_000
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if num_envs * size > memory:
             kilobytes = f"{size // 1000} kB"
             raise SystemExit(f"--num-envs: {num_envs:,} worlds of {kilobytes} do not fit in memory")
         threads = len(os.sched_getaffinity(0))
-        self.batch = mujoco.batch.Batch(model, num_envs, threads, persistent=needs_forces)
+        self.batch = mujoco.batch.Batch(model, num_envs, threads, persistent=bool(self.forces))
         for name, factor in factors.items():
             self.batch.expand(name)[:] *= factor.numpy()
         self.batch.set_const()
@@ -1011,16 +1011,11 @@ class CPhysics:
         self.qpos = self.batch.bind("qpos")
         self.qvel = self.batch.bind("qvel")
         self.data = mujoco.MjData(model)
-        self.forces = {}
         self.state = SimpleNamespace()
         self.copies = []
         for name in ("qpos", "qvel", *task.reads):
-            if name in FORCES:
-                shape = num_envs, *getattr(self.data, name).shape
-                array = self.forces[name] = np.zeros(shape)
-            else:
-                array = self.batch.bind(name)
-                array.flags.writeable = True  # PyTorch would warn
+            array = self.batch.bind(name)
+            array.flags.writeable = True  # forces are written; of the rest PyTorch would warn
             array = torch.from_numpy(array)
             field = torch.zeros_like(array, dtype=torch.float32, device=device)
             self.copies.append((field, array))
@@ -1037,8 +1032,8 @@ class CPhysics:
             for i in range(len(self.qpos)):
                 self.batch.get_data(i, self.data)
                 mujoco.mj_rnePostConstraint(self.model, self.data)
-                for name, array in self.forces.items():
-                    array[i] = getattr(self.data, name)
+                for name in self.forces:
+                    self.batch.bind(name)[i] = getattr(self.data, name)
         self.copy()
 
     def begin(self, ended, qpos, qvel):
@@ -1050,8 +1045,6 @@ class CPhysics:
         self.qpos[ids] = qpos[ids].cpu()
         self.qvel[ids] = qvel[ids].cpu()
         self.batch.forward(ids)
-        for array in self.forces.values():
-            array[ids] = 0
         self.copy()
 
     def copy(self):
