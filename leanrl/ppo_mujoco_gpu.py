@@ -51,6 +51,7 @@ from gymnasium.spaces import Box
 from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.optim import Adam
+from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -619,10 +620,7 @@ class PPO(nn.Module):
         """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
         rows = [self.update(batch, index) for index in indices]
-        metrics = {}
-        for name in rows[0]:
-            metrics[name] = torch.stack([row[name] for row in rows])
-        return metrics
+        return default_collate(rows)
 
 
 # Training
@@ -690,8 +688,7 @@ def main(args: Args) -> Path:
                 )
                 obs = next_obs  # where an episode ended, already the next episode's first
             with run.stage("replay"):
-                columns = zip(*steps, strict=True)
-                rollout = Rollout._make(map(torch.stack, columns))
+                rollout = default_collate(steps)  # stacks each field
             run.step += batch_size
 
             # 2. Learn from it in several epochs. The first rollout only measures.
