@@ -982,7 +982,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         if env_id not in TASKS:
             raise SystemExit(f"--env-id: {env_id} is none of {', '.join(TASKS)}")
         env = gym.make(env_id).unwrapped
-        self.spec = gym.spec(env_id)
+        self.spec = env.spec
         self.num_envs = num_envs
         self.task = TASKS[env_id]
         self.dt = env.dt
