@@ -261,22 +261,16 @@ def uniform_like(x, generator):
     return torch.empty_like(x).uniform_(-1, 1, generator=generator)
 
 
-def start_near(scale):
-    """Positions and velocities uniform, up to `scale` from the usual ones."""
+def normal_like(x, generator):
+    return torch.empty_like(x).normal_(generator=generator)
+
+
+def start_near(scale, velocity_like=uniform_like):
+    """Positions uniform, up to `scale` from the usual ones; velocities, too, or normal."""
 
     def start(qpos, qvel, generator):
         qpos += scale * uniform_like(qpos, generator)
-        qvel += scale * uniform_like(qvel, generator)
-
-    return start
-
-
-def start_moving(scale):
-    """Positions uniform up to `scale` from the usual ones, velocities normal, `scale` wide."""
-
-    def start(qpos, qvel, generator):
-        qpos += scale * uniform_like(qpos, generator)
-        qvel += scale * torch.empty_like(qvel).normal_(generator=generator)
+        qvel += scale * velocity_like(qvel, generator)
 
     return start
 
@@ -338,7 +332,7 @@ HUMANOID = ("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 TASKS = {
     "HalfCheetah-v5": Task(
         half_cheetah,
-        start_moving(0.1),
+        start_near(0.1, normal_like),
         moves=True,
     ),
     "Hopper-v5": Task(
@@ -358,7 +352,7 @@ TASKS = {
     ),
     "Ant-v5": Task(
         ant,
-        start_moving(0.1),
+        start_near(0.1, normal_like),
         reads=("xpos", "cfrc_ext"),
         position=torso,
         moves=True,
@@ -382,7 +376,7 @@ TASKS = {
     ),
     "InvertedDoublePendulum-v5": Task(
         double_pendulum,
-        start_moving(0.1),
+        start_near(0.1, normal_like),
         reads=("site_xpos", "qfrc_constraint"),
     ),
     "Reacher-v5": Task(

@@ -602,8 +602,8 @@ BUGS = [
     # MuJoCo's worlds: environment and physics
     Bug(
         WORLDS,
-        "torch.empty_like(qvel).normal_(generator=generator)",
-        "torch.empty_like(qvel).normal_(std=0.5, generator=generator)",
+        "torch.empty_like(x).normal_(generator=generator)",
+        "torch.empty_like(x).normal_(std=0.5, generator=generator)",
         "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
     ),
     Bug(
