@@ -120,26 +120,27 @@ def half_cheetah(s, speed, actions):
     return obs, rewards, never(speed)
 
 
+def walk(s, speed, actions, healthy):
+    velocities = s.qvel.clamp(-10, 10)
+    obs = join(s.qpos[:, 1:], velocities)
+    rewards = speed + healthy - 1e-3 * sum_squares(actions)
+    return obs, rewards, ~healthy
+
+
 def hopper(s, speed, actions):
     _, height, angle, *_ = s.qpos.unbind(1)
     angles = s.qpos[:, 2:]
     others = join(angles, s.qvel)
     upright = (height > 0.7) & (angle.abs() < 0.2)
     healthy = upright & (others.abs() < 100).all(1)
-    velocities = s.qvel.clamp(-10, 10)
-    obs = join(s.qpos[:, 1:], velocities)
-    rewards = speed + healthy - 1e-3 * sum_squares(actions)
-    return obs, rewards, ~healthy
+    return walk(s, speed, actions, healthy)
 
 
 def walker2d(s, speed, actions):
     _, height, angle, *_ = s.qpos.unbind(1)
     upright = angle.abs() < 1
     healthy = (height > 0.8) & (height < 2) & upright
-    velocities = s.qvel.clamp(-10, 10)
-    obs = join(s.qpos[:, 1:], velocities)
-    rewards = speed + healthy - 1e-3 * sum_squares(actions)
-    return obs, rewards, ~healthy
+    return walk(s, speed, actions, healthy)
 
 
 def swimmer(s, speed, actions):

@@ -531,7 +531,6 @@ BUGS = [
         "    velocities = s.qvel.clamp(-10, 10)\n",
         "    velocities = s.qvel.clamp(-5, 5)\n",
         "test_mujoco.py::test_steps_are_gymnasiums[Hopper-v5-c]",
-        times=2,
     ),
     Bug(
         WORLDS,

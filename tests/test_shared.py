@@ -26,7 +26,7 @@ FUNCTIONS = [  # the beginning of a script's name, and what all of them share th
     (r"ppo_(continuous|mujoco)", "gaussian_log_prob"),  # of a Gaussian one
     (r"ppo_(continuous_action|mujoco_gpu)(_torchcompile)?$", "Batch"),
     (r"ppo_continuous", "make_envs ActorCritic"),  # with and without more processes
-    (r"(ppo|sac)_mujoco", "CPhysics WarpPhysics MuJoCoEnvs half_cheetah hopper walker2d ant"),
+    (r"(ppo|sac)_mujoco", "CPhysics WarpPhysics MuJoCoEnvs half_cheetah walk hopper walker2d ant"),
     (r"(ppo|sac)_mujoco", "humanoid inverted_pendulum double_pendulum"),
     (r"ppo_atari", "ActorCritic Batch Rollout evaluate"),
     (r"(ppo|pqn)_atari", "layer_init AtariEnvs"),
