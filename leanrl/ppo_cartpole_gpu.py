@@ -42,6 +42,7 @@ import tqdm
 import tyro
 from torch import Tensor, nn
 from torch.optim import Adam
+from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -369,10 +370,7 @@ class PPO(nn.Module):
         """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
         rows = [self.update(batch, index) for index in indices]
-        metrics = {}
-        for name in rows[0]:
-            metrics[name] = torch.stack([row[name] for row in rows])
-        return metrics
+        return default_collate(rows)
 
 
 # Training

@@ -40,6 +40,7 @@ import tyro
 from gymnasium.spaces import Box
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -547,10 +548,7 @@ class PPO(nn.Module):
         """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
         rows = [self.update(batch, index) for index in indices]
-        metrics = {}
-        for name in rows[0]:
-            metrics[name] = torch.stack([row[name] for row in rows])
-        return metrics
+        return default_collate(rows)
 
 
 # speed: the update alone, which `learn` calls without unrolling; the rest runs once per rollout
