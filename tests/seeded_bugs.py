@@ -314,8 +314,8 @@ BUGS = [
     ),
     Bug(
         f"{GAMES} {CONTINUOUS}",
-        "value_clip = args.clip_coef if args.clip_vloss else None",
-        "value_clip = args.clip_coef",
+        "clip_coef if args.clip_vloss else None",
+        "clip_coef",
         "test_ppo.py::test_losses_match_plain_loops",
     ),
     Bug(
@@ -765,9 +765,21 @@ BUGS = [
     ),
     Bug(
         REGION,
-        '"args": vars(self.args),',
+        '"args": self.flags,',
         '"args": vars(type(self.args)()),',
         "test_resume.py::test_flags_that_are_not_given_stay_and_a_new_learning_rate_counts",
+    ),
+    Bug(
+        REGION,
+        "self.flags = dict(vars(args))",
+        "self.flags = vars(args)",
+        "test_resume.py::test_what_a_copy_adds_and_anneals",
+    ),
+    Bug(
+        "leanrl/[st]*_torchcompile.py",
+        "torch.set_flush_denormal(args.compile)",
+        "torch.set_flush_denormal(False)",
+        "test_sac.py::test_denormal_numbers_are_zero_in_every_thread_of_a_compiled_run",
     ),
     Bug(
         REGION,

@@ -384,7 +384,7 @@ def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
     assert message == "--env-id: the checkpoint is of Pendulum-v1"
 
 
-def test_what_a_copy_adds_is_not_held_to_our_ranges_and_what_it_anneals_is_saved_as_given(
+def test_what_a_copy_adds_and_anneals(
     monkeypatch,
 ):
     """Its flags may be zero or less, its environment need not know what rendering is."""

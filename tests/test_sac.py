@@ -466,6 +466,29 @@ def test_threads_of_compiled_code_that_wait_go_to_sleep(tmp_path):
     assert "GOMP_SPINCOUNT = '1000'" in done.stderr
 
 
+WHEN_COMPILED = """
+import importlib, sys, torch
+module = importlib.import_module(sys.argv[1])
+def look(agent):
+    denormal = torch.full((2**20,), 71362, dtype=torch.int32).view(torch.float32)
+    print("not flushed:", (denormal * 1.0).view(torch.int32).count_nonzero().item())
+    raise SystemExit
+module.compile_agent = look
+module.main(module.Args(compile=True))
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["sac_continuous_action", "td3_continuous_action", "sac_mujoco_gpu"]
+)
+def test_denormal_numbers_are_zero_in_every_thread_of_a_compiled_run(name, tmp_path):
+    """Each thread has a setting of its own, with which it starts: the one of who starts it."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", WHEN_COMPILED, f"leanrl.{name}_torchcompile"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "not flushed: 0\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("num_envs", "utd_ratio", "updates"), [(1, 1.0, 300), (4, 1.0, 300), (4, 0.25, 75), (1, 2, 600)]
 )
