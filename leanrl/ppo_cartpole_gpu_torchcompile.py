@@ -659,8 +659,8 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
     while running.any():  # each has a time limit
         inputs = torch.as_tensor(obs, device=device)
         with torch.no_grad():
-            logits = agent.model.actor(inputs)
-        actions = logits.argmax(dim=1).cpu().numpy()
+            log_policy, _ = agent.model(inputs)
+        actions = log_policy.argmax(dim=1).cpu().numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)

@@ -316,7 +316,8 @@ class PPO(nn.Module):
     def value(self, obs: Tensor) -> Tensor:
         """obs (..., O) -> values (...)."""
         with torch.no_grad():
-            return self.model.critic(obs).squeeze(-1)
+            _, _, values = self.model(obs)
+            return values
 
     def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
         """A rollout and the values of what follows it (N,) -> B = T N steps to learn from."""
@@ -510,7 +511,7 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
         inputs = inputs.clamp(-10, 10)
         inputs = inputs.to(agent.model.actor_logstd)
         with torch.no_grad():
-            actions = agent.model.actor_mean(inputs)
+            actions, _, _ = agent.model(inputs)
         actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards

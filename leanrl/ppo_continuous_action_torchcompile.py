@@ -431,7 +431,10 @@ class Adam:
 
 # speed: for a few rows PyTorch's dispatch costs more than the arithmetic
 class NumPyMLP:
-    """A network that `mlp` has made; on a CPU the arrays are the parameters, not copies."""
+    """A network that `mlp` has made; on a CPU the arrays are the parameters, not copies.
+
+    Who changes `mlp` or ActorCritic changes these layers, `act` and `value`, too: they act.
+    """
 
     def __init__(self, network: nn.Sequential):
         self.arrays = []
@@ -746,7 +749,7 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
         inputs = inputs.clamp(-10, 10)
         inputs = inputs.to(agent.model.actor_logstd)
         with torch.no_grad():
-            actions = agent.model.actor_mean(inputs)
+            actions, _, _ = agent.model(inputs)
         actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards

@@ -25,12 +25,13 @@ The run, as a script sees it
     run.tick()                              the end of an iteration
 
 The stopwatch alone, for any other program
-    watch = Stopwatch(device, mode="time", warmup_steps=1000)
+    from stopwatch import Stopwatch         # or copy the region, and what it imports
+    watch = Stopwatch(torch.device("cpu"), mode="time", warmup_steps=1000)
     while env_steps < 10**6:
         with watch.stage("simulation"):
             ...
         watch.tick(env_steps)               # end of one iteration, outside of every stage
-    watch.report(run_dir / "stages.json")   # right after the loop: writes the file, prints a table
+    watch.report(Path("stages.json"))       # right after the loop: writes the file, prints a table
 
 Stages, the same in every script: simulation, inference, replay (rollout or replay storage,
 sampling), backpropagation (all updates), logging, checkpoint (writing it) and evaluation;

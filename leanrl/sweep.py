@@ -172,7 +172,7 @@ def load(path: Path, most: int) -> list["Variant"]:
     for script in values_of("script", scripts, {}):
         path = Path(os.path.realpath(f"{ROOT}/{script}"))  # behind all links
         if ROOT not in path.parents or not path.is_file():
-            raise SweepError(f"script {script!r}: no such file in the repository")
+            raise SweepError(f"script {script!r}: no such file in the repository {ROOT}")
     combinations = expand(names["params"], len(scripts), most)
     return [Variant(group, script, params) for script in scripts for params in combinations]
 
