@@ -560,7 +560,10 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 # speed: at torch.optim.Adam a compiled function breaks apart; with this one an update is one call.
 # The powers of beta are state: from a step count compiled code would compute them for each weight
 class Adam:
-    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
+    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
+
+    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    """
 
     def __init__(self, parameters, lr, eps=1e-8):
         self.parameters = list(parameters)

@@ -227,6 +227,7 @@ class ReplayBuffer:
         self.rows = torch.empty(args.batch_size, sum(widths), device=device)
         columns = self.rows.split(widths, dim=1)
         batch = Batch._make(columns)
+        # fields that are (B,), not (B, 1): one that a copy adds belongs here
         rewards = batch.rewards.squeeze(1)
         terminated = batch.terminated.squeeze(1)
         self.batch = batch._replace(rewards=rewards, terminated=terminated)
@@ -311,7 +312,10 @@ def actor_loss(agent: "TD3", obs: Tensor) -> Tensor:
 # speed: at torch.optim.Adam a compiled function breaks apart; with this one an update is one call.
 # The powers of beta are state: from a step count compiled code would compute them for each weight
 class Adam:
-    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call."""
+    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
+
+    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    """
 
     def __init__(self, parameters, lr, eps=1e-8):
         self.parameters = list(parameters)
