@@ -5,8 +5,9 @@
     python plots/measure/race.py --minutes 60 --entrants "SAC on worlds" "PPO on worlds"
 
 Every second counts from the start of the program: imports, compilation with an empty cache,
-exploration, training; only evaluations do not. Minutes are of processor time, so that runs may have
-neighbours. All have one core and one thread, no GPU, and the same seeds, and are evaluated in
+exploration, training; only evaluations do not. Minutes are of processor time, so that one run may
+stand on each core. Nothing else may work there: it slows a run by its caches, the zoo's PPO by a
+third and more. All have one core and one thread, no GPU, and the same seeds, and are evaluated in
 Gymnasium's own environments: ten episodes by the mean action. What is made is kept, and the next
 call goes on from there.
 
