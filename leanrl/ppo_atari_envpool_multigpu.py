@@ -58,6 +58,7 @@ import tqdm
 import tyro
 from torch import Tensor, nn
 from torch.optim import Adam
+from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -385,8 +386,7 @@ class PPO(nn.Module):
         pairs = zip(indices, shares, strict=True)
         rows = [self.update(batch, *pair) for pair in pairs]
         metrics = {}
-        for name in rows[0]:
-            values = torch.stack([row[name] for row in rows])
+        for name, values in default_collate(rows).items():
             dist.all_reduce(values)
             metrics[name] = values / WORLD_SIZE
         return metrics

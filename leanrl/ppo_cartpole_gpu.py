@@ -232,14 +232,6 @@ class Rollout(NamedTuple):
     episode_returns: Tensor  # (N,) of the episode so far
 
 
-def stack(rows: list[Rollout]) -> Rollout:
-    """T rows (N, ...) -> one rollout (T, N, ...)."""
-    fields = {}
-    for name in Rollout._fields:
-        fields[name] = torch.stack([getattr(row, name) for row in rows])
-    return Rollout(**fields)
-
-
 # Losses
 
 
@@ -431,7 +423,7 @@ def main(args: Args) -> Path:
                 )
                 obs = next_obs  # where an episode ended, already the next episode's first
             with run.stage("replay"):
-                rollout = stack(rows)
+                rollout = default_collate(rows)  # stacks each field
             run.step += batch_size
 
             # 2. Learn from it in several epochs.

@@ -244,14 +244,6 @@ class Rollout(NamedTuple):
     episode_returns: Tensor  # (N,) of the episode so far
 
 
-def stack(rows: list[Rollout]) -> Rollout:
-    """T rows (N, ...) -> one rollout (T, N, ...)."""
-    fields = {}
-    for name in Rollout._fields:
-        fields[name] = torch.stack([getattr(row, name) for row in rows])
-    return Rollout(**fields)
-
-
 # Losses
 
 
@@ -420,7 +412,8 @@ class PPO(nn.Module):
     def roll_out(self, envs, noise, starts) -> Rollout:
         """Steps of `envs`, given noise (T, N, A) and starts (T, N, O)."""
         steps = zip(noise, starts, strict=True)
-        return stack([self.step(envs, *draws) for draws in steps])
+        rows = [self.step(envs, *draws) for draws in steps]
+        return default_collate(rows)  # stacks each field
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""

@@ -229,7 +229,7 @@ def ppo_cartpole_gpu():
         assert_same(rows[-1], eager.step(others, *draws))
         assert_same(vars(envs)["state"], vars(others)["state"])
     assert torch.stack([row.ended for row in rows]).any()
-    same_call(reference, agent, "prepare", tests.variant.stack(rows))
+    same_call(reference, agent, "prepare", tests.variant.default_collate(rows))
     tests.run_updates(reference, agent, 1, 1e-5)
 
 
