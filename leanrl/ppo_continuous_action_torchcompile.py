@@ -436,7 +436,7 @@ class Adam:
 class NumPyMLP:
     """A network that `mlp` has made; on a CPU the arrays are the parameters, not copies.
 
-    Who changes `mlp` or ActorCritic changes these layers, `act` and `value`, too: they act.
+    Acting uses it in place of ActorCritic, so a change of ActorCritic must be made here as well.
     """
 
     def __init__(self, network: nn.Sequential):

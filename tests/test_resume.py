@@ -384,18 +384,18 @@ def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
     assert message == "--env-id: the checkpoint is of Pendulum-v1"
 
 
-def test_what_a_copy_adds_and_anneals(
-    monkeypatch,
-):
-    """Its flags may be zero or less, its environment need not know what rendering is."""
+def test_what_a_copy_adds_and_anneals(monkeypatch):
+    """Its flags may be zero or less, its environment need not render; flags are saved as given."""
 
     @dataclasses.dataclass
     class Args(baseline.Args):
         shift: float = -1.0
         last_alpha: float = 0.0
 
-    functions = [lambda step, obs: (obs, 1.0)]
-    gym.register("Plain-v0", lambda: Scripted(*functions), disable_env_checker=True)
+    def make_env():  # takes no render_mode
+        return Scripted(lambda step, obs: (obs, 1.0))
+
+    gym.register("Plain-v0", make_env, disable_env_checker=True)
     monkeypatch.setattr(sys, "argv", ["copy.py", "--env-id", "Plain-v0"])
     args = baseline.parse_args(Args)
     assert (args.shift, args.last_alpha) == (-1.0, 0.0)
