@@ -26,7 +26,8 @@ bash run.sh figures [arguments]  the figures of our sources that this machine ca
                                  to forty minutes; --list says which, and what needs a GPU
 bash run.sh gpu                  with a GPU: its tests, the quick table, profiles, devices, the study
                                  and a page about them; --rehearse is the same, tiny, without one
-bash run.sh test [arguments]     the tests; arguments go to pytest, --slow runs all of them. With
+bash run.sh test [arguments]     the tests, in a process per core, four at most. Arguments go to
+                                 pytest: --slow runs all of them, -n 0 --pdb in one process. With
                                  --triton first also those of a GPU's kernels, 250 MB to install
 bash run.sh --help               this text
 
@@ -173,7 +174,12 @@ case $command in
         exec "$python" plots/measure/speedup.py --quick "$@"
         ;;
     --full) exec "$python" plots/measure/speedup.py --full "$@" ;;
-    test) exec "$python" -m pytest -q tests "$@" ;;
+    test)
+        workers=(-n auto --maxprocesses 4 --dist loadfile)   # each takes whole files
+        ! command -v nvidia-smi >/dev/null || workers=(-n 0) # they would share the GPU
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+        exec "$python" -m pytest -q "${workers[@]}" tests "$@"
+        ;;
     study) exec "$python" plots/measure/env_scaling.py "$@" ;;
     figures) exec "$python" plots/measure/figures.py "$@" ;;
     gpu)
