@@ -8,8 +8,8 @@
 The algorithm is that of its twin, ppo_atari_envpool_multigpu.py, which says what several processes
 do and how to start them on several nodes; the hunks that differ start with `# speed:` and say what
 they buy, the rest is the same to the letter. Without a CUDA device --cudagraphs says so in one line
-and the run goes on. The first rollouts pay for compilation in every process: seconds, reported as
-warm-up, fewer with a warm cache.
+and the run goes on. The first rollouts pay for compilation in every process, which is reported
+as warm-up: less with a warm cache.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph
@@ -477,8 +477,8 @@ class PPO(nn.Module):
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
-    So does `set_flush_denormal` in `main`: the optimizer's averages for units that are never active
-    decay to denormal numbers, with which a CPU is ten times slower; flushed, they count as zero.
+    `main` has denormal numbers flushed to zero. The optimizer's averages for units that are never
+    active decay to such numbers, with which a CPU is ten times slower.
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
@@ -531,7 +531,7 @@ def main(args: Args) -> Path | None:
     run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    # speed: as compile_agent says, before the threads start that draw initial weights
+    # speed: as compile_agent says. Threads inherit it when they start, so it comes before OpenMP's
     torch.set_flush_denormal(args.compile)
 
     num_envs = args.num_envs // WORLD_SIZE

@@ -7,8 +7,8 @@ r"""PPO on thousands of CartPoles that are one tensor, with torch.compile and CU
 The algorithm is that of its twin, ppo_cartpole_gpu.py, which says where it comes from, which
 defaults are not CleanRL's and what the shapes mean; the hunks that differ start with `# speed:` and
 say what they buy, the rest is the same to the letter. Without a CUDA device --cudagraphs says so in
-one line and the run goes on. The first rollouts pay for compilation: seconds, reported as warm-up,
-fewer with a warm cache.
+one line and the run goes on. The first rollouts pay for compilation, which is reported as warm-up:
+less with a warm cache.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph

@@ -704,7 +704,7 @@ def update_once(agent: PPO, obs_dim: int, action_dim: int) -> None:
 
 # speed: the compilers take tens of seconds of a first run, so two of them work at a time
 def compile_beside(call: Callable) -> None:
-    """A child process makes this call; what it compiles this one finds in the compiler's cache."""
+    """A forked child makes this call, which changes nothing here; what it compiles is cached."""
 
     def work():
         with suppress(Exception):  # this process will meet it, too, and say so

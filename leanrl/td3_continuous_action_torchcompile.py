@@ -7,7 +7,7 @@ r"""Twin Delayed DDPG (TD3) for continuous actions, with torch.compile and CUDA 
 The algorithm is that of its twin, td3_continuous_action.py, which says where it comes from and
 what the shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest
 is the same to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes
-on. The first updates pay for compilation: seconds, reported as warm-up, fewer with a warm cache.
+on. The first updates pay for compilation, which is reported as warm-up: less with a warm cache.
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
@@ -212,7 +212,7 @@ class ReplayBuffer:
         self.position = 0
         self.size = 0
         # speed: a transition is one row, so storing is one copy and sampling one gather; a graph
-        # needs a batch with a fixed place and a size that it reads from the device
+        # needs its batch in a fixed place, and reads on the device how many rows are filled
         widths = Batch(
             obs=obs_dim,
             actions=action_dim,
@@ -227,7 +227,7 @@ class ReplayBuffer:
         self.rows = torch.empty(args.batch_size, sum(widths), device=device)
         columns = self.rows.split(widths, dim=1)
         batch = Batch._make(columns)
-        # fields that are (B,), not (B, 1): one that a copy adds belongs here
+        # fields that are (B,), not (B, 1): if you add one, it belongs here
         rewards = batch.rewards.squeeze(1)
         terminated = batch.terminated.squeeze(1)
         self.batch = batch._replace(rewards=rewards, terminated=terminated)
@@ -254,7 +254,8 @@ class ReplayBuffer:
         self.draw()
         return self.batch
 
-    # speed: a graph would freeze randint's bound; this one is on the device, in float64 as uniform
+    # speed: a graph would freeze randint's bound; this one is on the device. float64, because a
+    # draw in float32 is one of 2^24 numbers
     def draw(self):
         """Refills `batch`."""
         device = self.data.device
@@ -269,7 +270,7 @@ class ReplayBuffer:
         return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
-        # speed: in place, where graphs read
+        # speed: one tensor, and its size on the device as well
         self.size = min(len(state["data"]), self.capacity)  # what fits
         saved = state["data"][: self.size]
         self.data[: self.size].copy_(saved)
@@ -426,8 +427,8 @@ class TD3(nn.Module):
 def compile_agent(agent: TD3) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
-    So does `set_flush_denormal` in `main`: the optimizer's averages for units that are never active
-    decay to denormal numbers, with which a CPU is ten times slower; flushed, they count as zero.
+    `main` has denormal numbers flushed to zero. The optimizer's averages for units that are never
+    active decay to such numbers, with which a CPU is ten times slower.
     """
     on_cpu = agent.actor.action_scale.is_cpu
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
@@ -446,7 +447,7 @@ def compile_agent(agent: TD3) -> None:
 
 # speed: the compilers take tens of seconds of a first run, so two of them work at a time
 def compile_beside(call: Callable) -> None:
-    """A child process makes this call; what it compiles this one finds in the compiler's cache."""
+    """A forked child makes this call, which changes nothing here; what it compiles is cached."""
 
     def work():
         with suppress(Exception):  # this process will meet it, too, and say so
@@ -505,7 +506,7 @@ def main(args: Args) -> Path:
     run = Run(args, device, args.num_envs, warmup_steps)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    # speed: as compile_agent says, before OpenMP starts the threads that work from then on
+    # speed: as compile_agent says. Threads inherit it when they start, so it comes before OpenMP's
     torch.set_flush_denormal(args.compile)
 
     envs = make_envs(args.env_id, args.num_envs)

@@ -102,7 +102,7 @@ def speedup() -> str:
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
     said = f"Environment steps/s after the warm-up, seeds per row: {seeds}, on "
     said += f"{where(found['machine'])} (`speedup_cpu.md`); earlier: on another day, by the "
-    said += "scripts of that day (`speedup_earlier_cpu.md`)."
+    said += "scripts of that day (`speedup_earlier_cpu.md`); warm-up: of the first run."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -127,7 +127,7 @@ def gpu() -> str:
     speeds[of_worlds] = early["stages"]["sps_steady"]
     busy[of_worlds] = statistics.mean(share for _, share in early["stages"]["nvml_percent"])
     heading = ["script", "baseline", "`--compile`", "and `--cudagraphs`", "overall", "warm-up s"]
-    table = [[*heading, "GPU busy: baseline", "captured"]]
+    table = [[*heading, "GPU busy: baseline", "GPU busy: captured"]]
     rows = ("baseline", "compile", "compile+cudagraphs")
     for script in dict.fromkeys(script for script, _ in speeds):
         mine = [speeds.get((script, row)) for row in rows]
@@ -145,11 +145,12 @@ def gpu() -> str:
     captured = in_units(speeds["ppo_cartpole_gpu", "cudagraphs"])
     said = f"""Environment steps/s after the warm-up, one run each with a window of
     {min(windows):.1f} to {max(windows):.0f} s, on {hardware}
-    (`speedup_h200.md`); the warm-up is of the captured run, with a cache of the compiler that was
+    (`speedup_h200.md`); the warm-up is of the captured run, and the compiler's cache was
     empty for CartPole and worlds alone; busy: NVML, every second; -: not measured,
     or by fewer than three samples. CartPole
     captured but not compiled: {captured}. PPO's baseline ran first, while files were unpacked on
-    other cores. `ppo_mujoco_gpu` is 4,096 worlds of mujoco_warp; the baseline was ended half way;
+    other cores, which may flatter its ratio. `ppo_mujoco_gpu` is 4,096 worlds of mujoco_warp; the
+    baseline was ended half way;
     the captured run returned {short(whole["mean_return_last_10"])} in training after
     {in_units(whole["episodic_returns"][-1][0])} steps and {took:.0f} s, of which {setup:.0f} s are
     set-up and the compilation of physics (`ppo_mujoco_halfcheetah_h200.json`). Meta's LeanRL: of
@@ -170,36 +171,43 @@ FIELD = {  # algorithm -> records: of several days where there are several
 }
 
 
+def against_others(title: str, found: dict, compiled: str) -> list[str]:
+    """A line of a field benchmark: speeds, and how many times the others' `compiled` has."""
+    speeds = {row["entrant"]: short(row["sps_steady"]["median"]) for row in found["rows"]}
+    other = found["rows"][0]["entrant"]
+    line = [title, found["machine"]["cpu"]["vectors"]]
+    for entrant in (other, "SBX", "LeanRL baseline", compiled):
+        line.append(speeds.get(entrant, "-"))
+    if other == "CleanRL":
+        line[2] += " (CleanRL)"
+    for library in (other, "SBX"):
+        ratios = []
+        for turn in found["rounds"]:
+            if library in turn:
+                ratios.append(turn[compiled]["sps_steady"] / turn[library]["sps_steady"])
+        line.append(ratio_with_range(ratios) if ratios else "-")
+    return [*line, str(len(found["rounds"]))]
+
+
 def field() -> str:
-    """Against other libraries: a line per record."""
+    """Against other libraries: a line per record, or two."""
     heading = ["algorithm", "vectors", "Stable-Baselines3", "SBX (JAX)", "baseline", "`--compile`"]
-    table = [[*heading, "of Stable-Baselines3", "of SBX", "rounds"]]
+    table = [[*heading, "against Stable-Baselines3", "against SBX", "rounds"]]
     for title, names in FIELD.items():
         for name in names:
             found = record(name)
             rows = {row["entrant"]: row for row in found["rows"]}
-            fastest = "LeanRL compile"
-            if f"{fastest}, channels last" in rows:
-                fastest += ", channels last"
-            line = [title, found["machine"]["cpu"]["vectors"]]
-            other = found["rows"][0]["entrant"]
-            for entrant in (other, "SBX", "LeanRL baseline", fastest):
-                known = entrant in rows
-                line.append(short(rows[entrant]["sps_steady"]["median"]) if known else "-")
-            if other == "CleanRL":
-                line[2] += " (CleanRL)"
-            for library in (other, "SBX"):
-                ratios = []
-                for turn in found["rounds"]:
-                    if library in turn:
-                        ratio = turn[fastest]["sps_steady"] / turn[library]["sps_steady"]
-                        ratios.append(ratio)
-                line.append(ratio_with_range(ratios) if ratios else "-")
-            table.append([*line, str(len(found["rounds"]))])
+            compiled = "LeanRL compile"
+            if f"{compiled}, channels last" in rows:
+                compiled += ", channels last"
+            table.append(against_others(title, found, compiled))
+            awake = f"{compiled}, threads awake"
+            if awake in rows:
+                table.append(against_others(f"{title}, threads awake", found, awake))
     said = "Environment steps/s, and ratios of the same round: medians (and ranges) over rounds in "
     said += "turns (`*_field*_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "
     said += "with `--channels-last`, its Stable-Baselines3 on that library's own environments; PQN "
-    said += "against CleanRL's file."
+    said += "against CleanRL's file. Threads awake: `GOMP_SPINCOUNT=100000`."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -217,7 +225,7 @@ def physics() -> str:
     table = [["task", "worlds"]]
     for cores in (1, 2):
         counted = "1 core" if cores == 1 else f"{cores} cores"
-        table[0] += [f"{counted}: ours", "EnvPool", "of EnvPool"]
+        table[0] += [f"{counted}: ours", "EnvPool", "against EnvPool"]
     for task, worlds in dict.fromkeys(key[:2] for key in rows if key[0] in SHOWN_PHYSICS):
         line = [task, f"{worlds:,}"]
         for cores in (1, 2):
@@ -235,8 +243,8 @@ def overhead() -> str:
     rows = record("overhead_cpu")["rows"]
     means = [row["bias"]["mean"] for row in rows]
     pairs = [abs(row["bias"][end]) for row in rows for end in ("min", "max")]
-    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} rows; "
-    return f"{said}single pairs differ by up to {max(pairs):.1%} (`overhead_cpu.md`).\n"
+    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} rows, "
+    return f"{said}which is noise: pairs differ by up to {max(pairs):.1%} (`overhead_cpu.md`).\n"
 
 
 def learning() -> str:
@@ -260,7 +268,7 @@ def learning() -> str:
 
 def worlds() -> str:
     """What PPO on worlds learns in minutes of a core, beside what others have published."""
-    heading = ["environment", "flags", "steps", "minutes", "after 5 minutes", "at the end"]
+    heading = ["environment", "flags", "steps", "minutes", "by 5 minutes", "at the end"]
     table = [[*heading, *PUBLISHED]]
     for name in WORLDS:
         runs = record(f"ppo_mujoco_{name}_cpu")["runs"]
@@ -329,8 +337,9 @@ def race() -> str:
     last = found["runs"][-1]["machine"]
     machine = where(last | {"cpu": last["cpu"] | {"vectors": " or ".join(vectors)}})
     said = f"Returns after {', '.join(minutes[:-1])} and {minutes[-1]} minutes of processor time, "
-    said += f"in brackets the number of seeds, on {machine} (`race_cpu.md`, with ranges); "
-    said += "-: not run yet."
+    said += "means of the seeds, whose number is in brackets; minutes to a level are those of the "
+    said += f"first evaluation there, one in every minute or two. On {machine} (`race_cpu.md`, "
+    said += "with ranges); -: not run yet."
     return f"{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
