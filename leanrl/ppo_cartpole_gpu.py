@@ -7,7 +7,7 @@
 Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.06347), with
 generalized advantage estimation (arXiv:1506.02438) and the defaults of CleanRL's ppo.py other than
 these: num_envs 4096, num_steps 32, learning_rate 2.5e-3 and total_timesteps 5,000,000, so that a
-minibatch has 32,768 steps. Other than in CleanRL, a truncated episode bootstraps from the value of
+minibatch has 32,768 steps. Unlike in CleanRL, a truncated episode bootstraps from the value of
 its final observation; a terminated one does not bootstrap. Gymnasium's CartPole-v1 is written as
 PyTorch operations over all environments: it lives where the networks live, and nothing but metrics
 leaves that device.

@@ -297,7 +297,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None
@@ -327,7 +327,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
 
-    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
     """
 
     def __init__(self, parameters, lr, eps=1e-8):
@@ -458,7 +458,9 @@ class PPO(nn.Module):
             minibatch = minibatch._replace(advantages=advantages)
         count = 1
         if index.is_cpu:
-            count = math.gcd(len(index), max(len(index) // CACHED_ROWS, 1))
+            for pieces in range(1, len(index) // CACHED_ROWS + 1):
+                if len(index) % pieces == 0:  # of one size
+                    count = pieces
         chunks = [column.chunk(count) for column in minibatch]
         return [Batch._make(piece) for piece in zip(*chunks, strict=True)]
 

@@ -460,6 +460,17 @@ def test_a_hundred_updates_agree(compiled, rows, float64, monkeypatch):
     run_updates(reference, compile_agent(agent) if compiled else agent, 100, 1e-9)
 
 
+def test_a_minibatch_is_cut_into_as_many_equal_pieces_as_fit(monkeypatch):
+    monkeypatch.setattr(variant, "CACHED_ROWS", 4)
+    _, agent = make_pair()
+    column = torch.arange(64.0)
+    batch = variant.Batch._make(column for _ in variant.Batch._fields)
+    for rows, pieces in ((3, 1), (8, 2), (14, 2), (15, 3), (37, 1)):
+        found = agent.gather(batch, torch.arange(rows))
+        assert len(found) == pieces
+        assert torch.equal(torch.cat([piece.obs for piece in found]), column[:rows])
+
+
 def test_a_wrong_update_is_noticed():
     for flag, value in (("clip_coef", 0.01), ("max_grad_norm", 0.1), ("ent_coef", 0.0)):
         reference, agent = make_pair()
