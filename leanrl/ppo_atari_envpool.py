@@ -8,7 +8,7 @@ Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.063
 defaults and the network of Mnih et al., 2015. A step is 4 frames, seen as the last 4 steps' frames
 of 84 x 84 in grey; the loss of a life ends an episode and rewards are clipped to their sign, while
 the returns that are logged are whole games' scores, less what scores in the up to 30 frames with
-which EnvPool begins each life. Other than in CleanRL, a game that meets the limit of frames
+which EnvPool begins each life. Unlike in CleanRL, a game that meets the limit of frames
 bootstraps from the value of its final observation, and no step with which EnvPool resets a game is
 learned from. EnvPool (requirements/envpool.txt) brings all games along.
 
@@ -117,7 +117,7 @@ class AtariEnvs:
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
-        terminated |= over  # also where the game meets the limit of frames
+        terminated |= over  # EnvPool says truncated where it is over just at the limit of frames
         truncated &= ~over
         ended = terminated | truncated
         whole = over | truncated  # games
@@ -382,8 +382,7 @@ def main(args: Args) -> Path:
 
             # 1. Roll out: T steps with the policy as it is.
             shape = args.num_steps, args.num_envs, num_actions
-            noise = torch.empty(shape, device=device)
-            noise.exponential_()
+            noise = torch.empty(shape, device=device).exponential_()
             rollout.final_values.zero_()
             for t in range(args.num_steps):
                 with run.stage("inference"):

@@ -133,7 +133,7 @@ class AtariEnvs:
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
-        terminated |= over  # also where the game meets the limit of frames
+        terminated |= over  # EnvPool says truncated where it is over just at the limit of frames
         truncated &= ~over
         ended = terminated | truncated
         whole = over | truncated  # games

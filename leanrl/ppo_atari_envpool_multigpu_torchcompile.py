@@ -133,7 +133,7 @@ class AtariEnvs:
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
-        terminated |= over  # also where the game meets the limit of frames
+        terminated |= over  # EnvPool says truncated where it is over just at the limit of frames
         truncated &= ~over
         ended = terminated | truncated
         whole = over | truncated  # games
@@ -230,9 +230,7 @@ class Rollout:
         self.ended = torch.zeros(shape, device=device)
         self.final_values = torch.zeros(shape, device=device)
         # speed: for a GPU: the CPU writes into its own memory, which is copied once per rollout
-        self.host = {}
-        for name in ("rewards", "ended", "final_values"):
-            self.host[name] = torch.zeros(shape)
+        self.host = {name: torch.zeros(shape) for name in ("rewards", "ended", "final_values")}
 
 
 # speed: for a GPU: from pinned memory it copies while the CPU goes on
@@ -308,7 +306,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None
@@ -338,7 +336,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
 
-    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
     """
 
     def __init__(self, parameters, lr, eps=1e-8):
@@ -381,7 +379,7 @@ class PPO(nn.Module):
     def __init__(self, args: Args, num_actions: int, device: torch.device):
         super().__init__()
         self.args = args
-        # speed: the formats of images, and the Adam above, which compiles with all of an update
+        # speed: the formats of images; the Adam above compiles and captures with all of an update
         self.model = ActorCritic(num_actions, args.bf16, args.channels_last).to(device)
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
@@ -519,6 +517,11 @@ def main(args: Args) -> Path | None:
     on_gpu = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     args, store = connect(args, device)
+    batch_size = args.num_envs * args.num_steps
+    warmup_steps = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     # speed: a processor that emulates bfloat16 is many times slower than in float32
     if args.bf16 and not on_gpu:
         cpu = torch.cpu.get_capabilities()
@@ -526,11 +529,6 @@ def main(args: Args) -> Path | None:
         args.bf16 = cpu.get("avx512_bf16", False) or on_arm
         if not args.bf16:
             print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
-    batch_size = args.num_envs * args.num_steps
-    warmup_steps = STEADY_AFTER * batch_size
-    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
     # speed: as compile_agent says. Threads inherit it when they start, so it comes before OpenMP's
     torch.set_flush_denormal(args.compile)
 

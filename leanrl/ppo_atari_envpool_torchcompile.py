@@ -127,7 +127,7 @@ class AtariEnvs:
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
-        terminated |= over  # also where the game meets the limit of frames
+        terminated |= over  # EnvPool says truncated where it is over just at the limit of frames
         truncated &= ~over
         ended = terminated | truncated
         whole = over | truncated  # games
@@ -224,9 +224,7 @@ class Rollout:
         self.ended = torch.zeros(shape, device=device)
         self.final_values = torch.zeros(shape, device=device)
         # speed: for a GPU: the CPU writes into its own memory, which is copied once per rollout
-        self.host = {}
-        for name in ("rewards", "ended", "final_values"):
-            self.host[name] = torch.zeros(shape)
+        self.host = {name: torch.zeros(shape) for name in ("rewards", "ended", "final_values")}
 
 
 # speed: for a GPU: from pinned memory it copies while the CPU goes on
@@ -290,7 +288,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None
@@ -320,7 +318,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
 
-    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
     """
 
     def __init__(self, parameters, lr, eps=1e-8):
@@ -363,7 +361,7 @@ class PPO(nn.Module):
     def __init__(self, args: Args, num_actions: int, device: torch.device):
         super().__init__()
         self.args = args
-        # speed: the formats of images, and the Adam above, which compiles with all of an update
+        # speed: the formats of images; the Adam above compiles and captures with all of an update
         self.model = ActorCritic(num_actions, args.bf16, args.channels_last).to(device)
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
@@ -444,8 +442,7 @@ def compile_agent(agent: PPO) -> None:
         setattr(agent, name, torch.compile(method, fullgraph=True))
 
 
-# speed: for a GPU: a graph launches all of an epoch at once; a third call captures, when all is
-# compiled
+# speed: for a GPU, one launch instead of many; a third call captures, when all is compiled
 def capture_agent(agent: PPO) -> None:
     """Acting and an epoch replay what their third call has recorded.
 
@@ -471,13 +468,6 @@ def main(args: Args) -> Path:
         raise SystemExit("--capture-video: pip install -r requirements/video.txt")
     on_gpu = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    # speed: a processor that emulates bfloat16 is many times slower than in float32
-    if args.bf16 and not on_gpu:
-        cpu = torch.cpu.get_capabilities()
-        on_arm = cpu.get("bf16", False) and torch.backends.mkldnn.is_available()
-        args.bf16 = cpu.get("avx512_bf16", False) or on_arm
-        if not args.bf16:
-            print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
         steps = f"{batch_size:,} steps"
@@ -486,6 +476,13 @@ def main(args: Args) -> Path:
     run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    # speed: a processor that emulates bfloat16 is many times slower than in float32
+    if args.bf16 and not on_gpu:
+        cpu = torch.cpu.get_capabilities()
+        on_arm = cpu.get("bf16", False) and torch.backends.mkldnn.is_available()
+        args.bf16 = cpu.get("avx512_bf16", False) or on_arm
+        if not args.bf16:
+            print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
     # speed: as compile_agent says. Threads inherit it when they start, so it comes before OpenMP's
     torch.set_flush_denormal(args.compile)
 
@@ -522,8 +519,7 @@ def main(args: Args) -> Path:
 
             # 1. Roll out: T steps with the policy as it is.
             shape = args.num_steps, args.num_envs, num_actions
-            noise = torch.empty(shape, device=device)
-            noise.exponential_()
+            noise = torch.empty(shape, device=device).exponential_()
             # speed: into the CPU's memory, which is copied below
             rollout.host["final_values"].zero_()
             for t in range(args.num_steps):

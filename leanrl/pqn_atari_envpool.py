@@ -10,7 +10,7 @@ neither a replay buffer nor a target network. Defaults are CleanRL's, the networ
 al., 2015, with LayerNorm. A step is 4 frames, seen as the last 4 steps' frames of 84 x 84 in grey;
 the loss of a life ends an episode and rewards are clipped to their sign, while the returns that are
 logged are whole games' scores, less what scores in the up to 30 frames with which EnvPool begins
-each life. Other than in CleanRL, no return reaches over the end of an episode, a game that meets
+each life. Unlike in CleanRL, no return reaches over the end of an episode, a game that meets
 the limit of frames bootstraps from its final observation, and no step with which EnvPool resets a
 game is learned from.
 
@@ -114,7 +114,7 @@ class AtariEnvs:
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
-        terminated |= over  # also where the game meets the limit of frames
+        terminated |= over  # EnvPool says truncated where it is over just at the limit of frames
         truncated &= ~over
         ended = terminated | truncated
         whole = over | truncated  # games

@@ -122,7 +122,7 @@ class AtariEnvs:
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions)
         over = infos["terminated"] == 1  # the game, not only a life
-        terminated |= over  # also where the game meets the limit of frames
+        terminated |= over  # EnvPool says truncated where it is over just at the limit of frames
         truncated &= ~over
         ended = terminated | truncated
         whole = over | truncated  # games
@@ -431,8 +431,7 @@ def compile_agent(agent: PQN) -> None:
         setattr(agent, name, torch.compile(method, fullgraph=True))
 
 
-# speed: for a GPU: a graph launches all of an epoch at once; a third call captures, when all is
-# compiled
+# speed: for a GPU, one launch instead of many; a third call captures, when all is compiled
 def capture_agent(agent: PQN) -> None:
     """Acting and an epoch replay what their third call has recorded.
 
@@ -458,13 +457,6 @@ def main(args: Args) -> Path:
         raise SystemExit("--capture-video: pip install -r requirements/video.txt")
     on_gpu = args.cuda and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    # speed: a processor that emulates bfloat16 is many times slower than in float32
-    if args.bf16 and not on_gpu:
-        cpu = torch.cpu.get_capabilities()
-        on_arm = cpu.get("bf16", False) and torch.backends.mkldnn.is_available()
-        args.bf16 = cpu.get("avx512_bf16", False) or on_arm
-        if not args.bf16:
-            print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         raise SystemExit(f"--num-minibatches: does not divide {batch_size:,} steps")
@@ -472,6 +464,13 @@ def main(args: Args) -> Path:
     run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    # speed: a processor that emulates bfloat16 is many times slower than in float32
+    if args.bf16 and not on_gpu:
+        cpu = torch.cpu.get_capabilities()
+        on_arm = cpu.get("bf16", False) and torch.backends.mkldnn.is_available()
+        args.bf16 = cpu.get("avx512_bf16", False) or on_arm
+        if not args.bf16:
+            print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
     # speed: as compile_agent says. Threads inherit it when they start, so it comes before OpenMP's
     torch.set_flush_denormal(args.compile)
 

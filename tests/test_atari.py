@@ -746,7 +746,10 @@ def test_run_from_end_to_end(module, tmp_path, capsys, monkeypatch):
         series = [value for _, value in values[f"losses/{name}"]]
         assert len(series) == 7 and np.isfinite(series).all()
     assert len({value for _, value in values["losses/value_loss"]}) == 7
-    assert (run_dir / "checkpoint.pt").exists()
+    args = torch.load(run_dir / "checkpoint.pt")["args"]
+    if module is variant:
+        assert args["bf16"], "as it was given: a machine that has it may go on"
+        assert config["args"]["bf16"] == torch.cuda.is_available()
     (video,) = (run_dir / "videos/step-896").iterdir()
     assert video.stat().st_size > 1000
 
