@@ -7,7 +7,7 @@
 Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.06347), with CleanRL's
 defaults: rollouts of 2,048 steps, generalized advantage estimation (arXiv:1506.02438), 10 epochs of
 32 minibatches, clipped value loss, annealed learning rate, observations and rewards normalized by
-running statistics, one set per environment. Other than in CleanRL, a truncated episode bootstraps
+running statistics, one set per environment. Unlike in CleanRL, a truncated episode bootstraps
 from the value of its final observation; a terminated one does not bootstrap.
 
 Its twin ppo_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`.
@@ -67,8 +67,8 @@ class Args:
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps of a rollout in each environment
     learning_rate: float = 3e-4  # learning rate of the optimizer, at first
-    desired_kl: float = 0.0  # how far a rollout moves the policy, which the rate follows; 0: fixed
-    anneal_lr: bool = True  # lower it linearly, to MIN_KL at least, or a fixed rate to zero
+    desired_kl: float = 0.0  # KL divergence of a rollout's updates that the rate aims at; 0: none
+    anneal_lr: bool = True  # lower desired_kl linearly to MIN_KL; if it is 0, the rate to 0
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
@@ -201,7 +201,7 @@ class Batch(NamedTuple):
 
 
 class Rollout:
-    """T steps of N environments on `device`.
+    """T steps of N environments.
 
     `ended` is 1 where an episode ended; there, `final_values` has the value of its last
     observation, 0 if it terminated.
@@ -428,8 +428,7 @@ def main(args: Args) -> Path:
                 for i in ended.nonzero()[0]:
                     with run.stage("inference"):
                         final_obs = torch.as_tensor(infos["final_obs"][i], device=device)
-                        final_value = agent.value(final_obs)
-                        rollout.final_values[t, i] = final_value * (not terminated[i])
+                        rollout.final_values[t, i] = 0 if terminated[i] else agent.value(final_obs)
                     with run.stage("logging"):
                         episode = infos["final_info"]["episode"]
                         run.write(
@@ -456,20 +455,18 @@ def main(args: Args) -> Path:
                     approx_kl = metrics["losses/approx_kl"][-1]
                     if args.target_kl is not None and approx_kl > args.target_kl:
                         break
-                if args.desired_kl:
-                    desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
-                    agent.adapt(approx_kl, desired_kl)
 
             # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
-            row = {}
-            for tag, values in metrics.items():
-                row[tag] = values[-1]
+            row = {tag: values[-1] for tag, values in metrics.items()}
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()
             unexplained = (batch.returns - batch.values).var()
             unexplained /= batch.returns.var().clamp(min=1e-12)
             row["losses/explained_variance"] = 1 - unexplained
             row["charts/learning_rate"] = agent.learning_rate
             run.log(row)
+            if args.desired_kl:
+                desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
+                agent.adapt(approx_kl, desired_kl)
 
             # 4. Save and evaluate, now and then and at the end.
             if run.due(args.checkpoint_every, at_end=args.save_model):

@@ -5,18 +5,19 @@
     python leanrl/ppo_continuous_action_async.py --learner-device cuda:0 --collector-device cuda:1
     python leanrl/ppo_continuous_action_async.py --sync             # as ppo_continuous_action.py
 
-The algorithm is that of ppo_continuous_action.py, where acting and learning take turns. Here a
-collector process makes the next rollout while the learner learns from the last one. `diff` of the
-two files shows what that needs:
+The algorithm is that of ppo_continuous_action.py without --desired-kl. There acting and learning
+take turns; here a collector process makes the next rollout while the learner learns from the last
+one. `diff` of the two files shows what that needs:
 
 - `Slot`: what travels between the two, in CPU memory that both see. The learner writes weights and
   noise, the collector the rollout that it makes with them. There are two, one to be filled while
   the other is learned from (`--max-staleness`).
-- A rollout is thus made by weights one update old. PPO limits how far an update moves the policy;
-  measured from the old weights, the update in between would have used that up. So the ratio is
-  taken to the policy as it is when learning begins, and each step is weighted by how much likelier
-  its action is under that policy than under the one that took it (`Batch.importance`; Hilton et
-  al., arXiv:2110.00641). All values, those of final observations too, are computed anew.
+- A rollout is thus made by weights one iteration old: one rollout with its epochs. PPO limits how
+  far an iteration moves the policy; measured from the old weights, the one in between would have
+  used that up. So the ratio is taken to the policy as it is when learning begins, and each step is
+  weighted by how much likelier its action is under that policy than under the one that took it
+  (`Batch.importance`; Hilton et al., arXiv:2110.00641). All values, those of final observations
+  too, are computed anew.
 - The learner draws all random numbers, and which weights make which rollout does not depend on who
   is faster: a seed repeats itself. --sync waits for each rollout; on a CPU all is then as in
   ppo_continuous_action.py, but for the last bits. On a GPU that script draws other noise.
@@ -85,7 +86,7 @@ class Args:
     collector_device: str = "cpu"  # where its copy acts: cpu, cuda or cuda:N
     eval_device: str = "cpu"  # where another copy is evaluated
     sync: bool = False  # act and learn in turns, as ppo_continuous_action.py does
-    max_staleness: int = 1  # how many updates the weights that act are behind those that learn
+    max_staleness: int = 1  # how many iterations the weights that act are behind those that learn
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to whole rollouts
@@ -274,7 +275,7 @@ class Slot(Rollout):
         self.weights = get_weights(model)
         for tensor in vars(self).values():
             tensor.share_memory_()  # nothing of it outlives the processes, however they end
-        self.version = 0  # how many updates its weights have seen; the learner's alone
+        self.version = 0  # iterations that its weights have learned from; the learner's alone
 
 
 def get_weights(model: nn.Module) -> Tensor:
@@ -415,7 +416,7 @@ class PPO(nn.Module):
                 self.args.gamma,
                 self.args.gae_lambda,
             )
-            steps = Batch(
+            batch = Batch(
                 obs=obs,
                 actions=rollout.actions,
                 log_probs=log_probs,
@@ -424,7 +425,7 @@ class PPO(nn.Module):
                 returns=advantages + values,
                 importance=importance,
             )
-            return Batch._make([column.flatten(0, 1) for column in steps])
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
@@ -560,7 +561,7 @@ def main(args: Args) -> Path:
             agent.optimizer.param_groups[0]["lr"] = learning_rate
 
             # 1. Let the collector go on with these weights, and get the rollout that is due.
-            version = (run.step - run.start_step) // batch_size  # updates so far
+            version = (run.step - run.start_step) // batch_size  # iterations so far
             with run.stage("replay"):
                 while handed_out < min(version + len(slots), num_rollouts):
                     index = handed_out % len(slots)
@@ -584,8 +585,8 @@ def main(args: Args) -> Path:
                     steps = f"steps {run.step - batch_size:,} to {run.step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")
                 for name, tensor in vars(rollout).items():
-                    tensor.copy_(getattr(slot, name), non_blocking=True)
-                for t, n, final_obs in report.truncations:  # of all others it is 0
+                    tensor.copy_(getattr(slot, name))
+                for t, n, final_obs in report.truncations:  # in the slot all are 0
                     inputs = torch.as_tensor(final_obs, device=device)
                     rollout.final_values[t, n] = agent.value(inputs)
                 staleness = version - slot.version
@@ -603,9 +604,7 @@ def main(args: Args) -> Path:
             with run.stage("logging"):
                 for step, episode in report.episodes:
                     run.write(episode, step)
-            row = {}
-            for tag, values in metrics.items():
-                row[tag] = values[-1]
+            row = {tag: values[-1] for tag, values in metrics.items()}
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()
             unexplained = (batch.returns - batch.values).var()
             unexplained /= batch.returns.var().clamp(min=1e-12)
@@ -781,12 +780,8 @@ def use_device(name: str) -> torch.device:
 
 def check_args(args: Args) -> None:
     """Refuses devices that this machine does not have."""
-    count = torch.cuda.device_count()
-    devices = ["cpu"]
-    if count:
-        devices.append("cuda")
-    for i in range(count):
-        devices.append(f"cuda:{i}")
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    devices = ["cpu", "cuda", *gpus] if gpus else ["cpu"]
     for name in ("learner_device", "collector_device", "eval_device"):
         if getattr(args, name) not in (None, *devices):
             flag = name.replace("_", "-")

@@ -67,7 +67,7 @@ class Args:
     collector_device: str = "cpu"  # where its copy acts: cpu, cuda or cuda:N
     eval_device: str = "cpu"  # where another copy is evaluated
     sync: bool = False  # act and learn in turns, as ppo_continuous_action.py does
-    max_staleness: int = 1  # how many updates the weights that act are behind those that learn
+    max_staleness: int = 1  # how many iterations the weights that act are behind those that learn
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to whole rollouts
@@ -119,7 +119,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         self.count = np.full(shape, 1e-4)
 
     def center(self, x: np.ndarray, where: object) -> tuple:
-        """Takes x into the statistics of these columns -> x - means, standard deviations."""
+        """Takes x into the statistics at `where` -> x - means, standard deviations."""
         mean = self.mean[where]
         var = self.var[where]
         count = self.count[where]
@@ -321,7 +321,7 @@ class Slot(Rollout):
         self.weights = get_weights(model)
         for tensor in vars(self).values():
             tensor.share_memory_()  # nothing of it outlives the processes, however they end
-        self.version = 0  # how many updates its weights have seen; the learner's alone
+        self.version = 0  # iterations that its weights have learned from; the learner's alone
 
 
 def get_weights(model: nn.Module) -> Tensor:
@@ -400,7 +400,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, batch.importance * advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None
@@ -429,7 +429,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
 
-    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
     """
 
     def __init__(self, parameters, lr, eps=1e-8):
@@ -496,11 +496,9 @@ class PPO(nn.Module):
         self.model = ActorCritic(obs_dim, action_dim).to(device)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
         flat = nn.utils.parameters_to_vector(self.parameters())
-        self.flat = flat.detach().requires_grad_()  # torch 2.11 cannot compile it in `update`
+        self.flat = flat.detach().requires_grad_()  # which torch 2.11 cannot compile
         nn.utils.vector_to_parameters(self.flat, self.parameters())
-        self.shapes = {}
-        for name, parameter in self.model.named_parameters():
-            self.shapes[name] = parameter.shape
+        self.shapes = {name: each.shape for name, each in self.model.named_parameters()}
         self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
@@ -526,7 +524,8 @@ class PPO(nn.Module):
             _, _, values = self.model(obs)
             return values
 
-    # speed: the same for fresh and for stale rollouts, because a graph has no branches
+    # speed: the same for fresh and for stale rollouts, because a graph has no branches. It
+    # reads the tensors of the one rollout that it was captured with, which `main` fills anew
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout, perhaps made by older weights -> B = T N steps to learn from."""
         with torch.no_grad():
@@ -546,7 +545,7 @@ class PPO(nn.Module):
                 self.args.gamma,
                 self.args.gae_lambda,
             )
-            steps = Batch(
+            batch = Batch(
                 obs=obs,
                 actions=rollout.actions,
                 log_probs=log_probs,
@@ -555,7 +554,7 @@ class PPO(nn.Module):
                 returns=advantages + values,
                 importance=importance,
             )
-            return Batch._make([column.flatten(0, 1) for column in steps])
+            return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
@@ -587,14 +586,16 @@ class PPO(nn.Module):
 
 # speed: the update alone, which `learn` calls without unrolling; the rest runs once per rollout
 def compile_agent(agent: PPO) -> None:
-    """The update is compiled when it is first called. The settings hold for the whole process."""
-    on_cpu = agent.flat.is_cpu
+    """The update is compiled when it is first called. The settings hold for the whole process.
+
+    Who anneals a number in `args` pays for one more compilation.
+    """
     torch.set_num_threads(1)  # layers of 64 are too small to share
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
-    torch._inductor.config.cpp_wrapper = on_cpu  # C++ calls kernels faster
+    torch._inductor.config.cpp_wrapper = agent.flat.is_cpu  # C++ calls kernels faster
     agent.update = torch.compile(agent.update, fullgraph=True)
 
 
@@ -753,7 +754,7 @@ def main(args: Args) -> Path:
             agent.optimizer.lr.fill_(learning_rate)
 
             # 1. Let the collector go on with these weights, and get the rollout that is due.
-            version = (run.step - run.start_step) // batch_size  # updates so far
+            version = (run.step - run.start_step) // batch_size  # iterations so far
             with run.stage("replay"):
                 while handed_out < min(version + len(slots), num_rollouts):
                     index = handed_out % len(slots)
@@ -777,8 +778,8 @@ def main(args: Args) -> Path:
                     steps = f"steps {run.step - batch_size:,} to {run.step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")
                 for name, tensor in vars(rollout).items():
-                    tensor.copy_(getattr(slot, name), non_blocking=True)
-                for t, n, final_obs in report.truncations:  # of all others it is 0
+                    tensor.copy_(getattr(slot, name))
+                for t, n, final_obs in report.truncations:  # in the slot all are 0
                     inputs = torch.as_tensor(final_obs, device=device)
                     rollout.final_values[t, n] = agent.value(inputs)
                 staleness = version - slot.version
@@ -797,9 +798,7 @@ def main(args: Args) -> Path:
             with run.stage("logging"):
                 for step, episode in report.episodes:
                     run.write(episode, step)
-            row = {}
-            for tag, values in metrics.items():
-                row[tag] = values[-1]
+            row = {tag: values[-1] for tag, values in metrics.items()}
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()
             unexplained = (batch.returns - batch.values).var()
             unexplained /= batch.returns.var().clamp(min=1e-12)
@@ -975,12 +974,8 @@ def use_device(name: str) -> torch.device:
 
 def check_args(args: Args) -> None:
     """Refuses devices that this machine does not have."""
-    count = torch.cuda.device_count()
-    devices = ["cpu"]
-    if count:
-        devices.append("cuda")
-    for i in range(count):
-        devices.append(f"cuda:{i}")
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    devices = ["cpu", "cuda", *gpus] if gpus else ["cpu"]
     for name in ("learner_device", "collector_device", "eval_device"):
         if getattr(args, name) not in (None, *devices):
             flag = name.replace("_", "-")

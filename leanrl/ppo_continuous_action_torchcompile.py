@@ -66,8 +66,8 @@ class Args:
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps of a rollout in each environment
     learning_rate: float = 3e-4  # learning rate of the optimizer, at first
-    desired_kl: float = 0.0  # how far a rollout moves the policy, which the rate follows; 0: fixed
-    anneal_lr: bool = True  # lower it linearly, to MIN_KL at least, or a fixed rate to zero
+    desired_kl: float = 0.0  # KL divergence of a rollout's updates that the rate aims at; 0: none
+    anneal_lr: bool = True  # lower desired_kl linearly to MIN_KL; if it is 0, the rate to 0
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
@@ -113,7 +113,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         self.count = np.full(shape, 1e-4)
 
     def center(self, x: np.ndarray, where: object) -> tuple:
-        """Takes x into the statistics of these columns -> x - means, standard deviations."""
+        """Takes x into the statistics at `where` -> x - means, standard deviations."""
         mean = self.mean[where]
         var = self.var[where]
         count = self.count[where]
@@ -290,7 +290,7 @@ class Batch(NamedTuple):
 
 
 class Rollout:
-    """T steps of N environments on `device`.
+    """T steps of N environments.
 
     `ended` is 1 where an episode ended; there, `final_values` has the value of its last
     observation, 0 if it terminated.
@@ -366,7 +366,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None
@@ -395,7 +395,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
 
-    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
     """
 
     def __init__(self, parameters, lr, eps=1e-8):
@@ -464,20 +464,17 @@ class PPO(nn.Module):
         self.register_buffer("learning_rate", learning_rate)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
         flat = nn.utils.parameters_to_vector(self.parameters())
-        self.flat = flat.detach().requires_grad_()  # torch 2.11 cannot compile it in `update`
+        self.flat = flat.detach().requires_grad_()  # which torch 2.11 cannot compile
         nn.utils.vector_to_parameters(self.flat, self.parameters())
-        self.shapes = {}
-        for name, parameter in self.model.named_parameters():
-            self.shapes[name] = parameter.shape
+        self.shapes = {name: each.shape for name, each in self.model.named_parameters()}
         self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
     # speed: acting computes the actions alone, without PyTorch
     def publish(self) -> None:
         """Brings the parameters to where acting reads them."""
-        log_std = self.model.actor_logstd.detach().cpu()
-        log_std = log_std.numpy()
-        self.std = np.exp(log_std)
+        log_std = self.model.actor_logstd.detach()
+        self.std = log_std.exp().cpu().numpy()
         self.numpy_actor = NumPyMLP(self.model.actor_mean)
         self.numpy_critic = NumPyMLP(self.model.critic)
 
@@ -563,13 +560,12 @@ def compile_agent(agent: PPO) -> None:
 
     Who anneals a number in `args` pays for one more compilation.
     """
-    on_cpu = agent.flat.is_cpu
     torch.set_num_threads(1)  # layers of 64 are too small to share
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
     torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs (torch 2.11)
     torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
-    torch._inductor.config.cpp_wrapper = on_cpu  # C++ calls kernels faster
+    torch._inductor.config.cpp_wrapper = agent.flat.is_cpu  # C++ calls kernels faster
     agent.update = torch.compile(agent.update, fullgraph=True)
 
 
@@ -642,8 +638,7 @@ def main(args: Args) -> Path:
             # 1. Roll out: T steps with the policy as it is.
             # speed: drawn on the CPU, where it is used: with a GPU not as in the baseline. Acting
             # reads the parameters as arrays
-            noise = torch.randn(args.num_steps, args.num_envs, action_dim)
-            noise = noise.numpy()
+            noise = torch.randn(args.num_steps, args.num_envs, action_dim).numpy()
             agent.publish()
             for t in range(args.num_steps):
                 with run.stage("inference"):
@@ -665,8 +660,8 @@ def main(args: Args) -> Path:
                 for i in ended.nonzero()[0]:
                     with run.stage("inference"):
                         # speed: without PyTorch
-                        final_value = agent.value(infos["final_obs"][i])
-                        rollout.final_values[t, i] = final_value * (not terminated[i])
+                        final_obs = infos["final_obs"][i]
+                        rollout.final_values[t, i] = 0 if terminated[i] else agent.value(final_obs)
                     with run.stage("logging"):
                         episode = infos["final_info"]["episode"]
                         run.write(
@@ -697,20 +692,18 @@ def main(args: Args) -> Path:
                     approx_kl = metrics["losses/approx_kl"][-1]
                     if args.target_kl is not None and approx_kl > args.target_kl:
                         break
-                if args.desired_kl:
-                    desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
-                    agent.adapt(approx_kl, desired_kl)
 
             # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
-            row = {}
-            for tag, values in metrics.items():
-                row[tag] = values[-1]
+            row = {tag: values[-1] for tag, values in metrics.items()}
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()
             unexplained = (batch.returns - batch.values).var()
             unexplained /= batch.returns.var().clamp(min=1e-12)
             row["losses/explained_variance"] = 1 - unexplained
             row["charts/learning_rate"] = agent.learning_rate
             run.log(row)
+            if args.desired_kl:
+                desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
+                agent.adapt(approx_kl, desired_kl)
 
             # 4. Save and evaluate, now and then and at the end.
             if run.due(args.checkpoint_every, at_end=args.save_model):

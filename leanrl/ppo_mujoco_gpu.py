@@ -80,7 +80,7 @@ class Args:
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # learning rate of the optimizer, at first
     desired_kl: float = 0.03  # KL divergence of a rollout's updates that the rate aims at; 0: none
-    anneal_lr: bool = True  # lower desired_kl linearly, to MIN_KL at least; if 0, the rate, to 0
+    anneal_lr: bool = True  # lower desired_kl linearly to MIN_KL; if it is 0, the rate to 0
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
@@ -100,8 +100,8 @@ STEADY_AFTER = 3  # rollouts: with the default epochs all is compiled and captur
 
 def join(*fields):
     """Fields (N, ...) side by side -> (N, .)."""
-    rows = [x.flatten(1) for x in fields]
-    return torch.cat(rows, dim=1)
+    columns = [x.flatten(1) for x in fields]
+    return torch.cat(columns, dim=1)
 
 
 def sum_squares(x):
@@ -304,13 +304,13 @@ def center_of_mass(s):
 class Task(NamedTuple):
     """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
 
-    `judge` takes fields of mujoco.MjData, float32 (N, ...), the speed forward in m/s (N,) and
+    `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
     actions (N, A) -> observations (N, O), rewards (N,), terminated (N,).
     """
 
     judge: Callable
     start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
-    reads: tuple = ()  # the fields that are read by these functions, besides qpos and qvel
+    reads: tuple = ()  # the fields that judge and position read, besides qpos and qvel
     position: Callable = root  # of what is rewarded for its speed: fields -> x in m (N,)
     moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
     max_steps: int = 1000  # of an episode, which is truncated then
@@ -699,9 +699,6 @@ def main(args: Args) -> Path:
                     for tag, values in metrics.items():
                         row[tag] = values[-1]  # of the last minibatch, of all for clipfrac
                     row["losses/clipfrac"] = torch.cat(clipfracs).mean()
-                    if args.desired_kl:
-                        desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
-                        agent.adapt(row["losses/approx_kl"], desired_kl)
                 agent.model.observe(batch)
                 known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
                 returns = rollout.episode_returns[known]  # waits for the device
@@ -718,6 +715,9 @@ def main(args: Args) -> Path:
                 row["charts/episodic_return"] = returns.mean()
                 row["charts/episodic_length"] = lengths.mean()
             run.log(row)
+            if args.desired_kl and run.step > batch_size:
+                desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
+                agent.adapt(row["losses/approx_kl"], desired_kl)
 
             # 4. Save and evaluate, now and then and at the end.
             if run.due(args.checkpoint_every, at_end=args.save_model):
@@ -752,11 +752,11 @@ class CPhysics:
         self.model = model = env.model
         self.frame_skip = env.frame_skip
         self.moves = task.moves
-        # MuJoCo's own reset would hide NaN. A robot is one tree of bodies: looking for islands, to
-        # be solved apart, finds nothing
+        # MuJoCo's own reset would hide NaN. To look for islands of bodies, which could be solved
+        # apart, gains nothing: a robot is one tree
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # Among them is a clock that each part of a step reads, for timers that nobody looks at
+        # One of these is a clock that each part of a step reads, for timers that nobody looks at
         mujoco.mj_resetCallbacks()
         # Forces follow from the contacts, which only an MjData of each world's own still has
         self.forces = FORCES.intersection(task.reads)
@@ -867,7 +867,7 @@ class WarpPhysics:
 
             def capture(functions):
                 run(functions)  # compiles
-                gc.collect()  # to destroy a stream would end a capture, also one of PyTorch's
+                gc.collect()  # destroying a stream, even one of PyTorch's, would end the capture
                 gc.disable()
                 with wp.ScopedCapture() as recorded:
                     run(functions)
@@ -924,10 +924,10 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
     """N worlds of a task in one batch: all tensors are float32 on `device`.
 
     An episode that ends begins anew in the same step. A world whose numbers are not finite, or
-    beyond a million, ends its episode with reward 0 and is counted in `broken`. The first episodes,
-    whose returns are NaN, end early, each at another step, so that later ones do not all end at
-    once. With `randomize` each world's masses, friction and gears are the model's times factors of
-    its own, from 1 - randomize to 1 + randomize.
+    beyond a million, ends its episode with reward 0 and is counted in `broken`. First episodes are
+    cut short, to all sorts of lengths, so that later ones do not all end at once; what has been cut
+    has NaN as its return. With `randomize` each world's masses, friction and gears are the model's
+    times factors of its own, from 1 - randomize to 1 + randomize.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -1040,7 +1040,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         return rewards, terminated, truncated, infos
 
     def first_obs(self, ended):
-        """After `begin`: takes up positions where `ended` (N,), moves x back to 0 -> obs (N, O)."""
+        """After `begin`: sets `position` where `ended` (N,), moves x back to 0 -> obs (N, O)."""
         state = self.physics.state
         speed = torch.zeros_like(self.position)
         actions = self.low.new_zeros(self.num_envs, len(self.low))

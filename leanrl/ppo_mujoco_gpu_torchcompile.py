@@ -2,13 +2,13 @@
 
     python leanrl/ppo_mujoco_gpu_torchcompile.py --compile --cudagraphs
 
-The algorithm is that of its twin, ppo_mujoco_gpu.py, which says where it comes from and what the
-shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest is the same
-to the letter. Without a CUDA device --cudagraphs says so in one line and the run goes on. The first
-rollouts pay for compilation.
+The algorithm is that of its twin, ppo_mujoco_gpu.py, which says where it comes from, which defaults
+are not CleanRL's and what the shapes mean; the hunks that differ start with `# speed:` and say what
+they buy, the rest is the same to the letter. Without a CUDA device --cudagraphs says so in one line
+and the run goes on. The first rollouts pay for compilation, which is reported as warm-up.
 """
 
-# speed: CudaGraphModule captures a function as a CUDA graph
+# speed: CudaGraphModule captures a function as a CUDA graph; a forked child compiles beside
 import ast
 import gc
 import json
@@ -35,7 +35,11 @@ from typing import Literal, NamedTuple
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
-# speed: tensordict would log two lines for each graph that it captures, amid the progress
+# speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
+# soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
+# tensordict would log two lines for each graph that it captures, amid the progress
+if re.search("--(compile|resume)", str(sys.argv)):  # what is resumed may have been compiled
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
 import gymnasium as gym
@@ -70,6 +74,12 @@ class Args:
     eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
     stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
+    # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
+    # once all that it has recorded; any combination of the flags works, none too
+    compile: bool = False  # compile acting, judging the worlds and updating
+    cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
+    tf32: bool = False  # on CUDA, multiply in TensorFloat-32: faster, with three digits
+
     env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
     randomize: float = 0.0  # 0.2: each world's masses, friction, gears are 0.8 to 1.2 the model's
@@ -78,7 +88,7 @@ class Args:
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # learning rate of the optimizer, at first
     desired_kl: float = 0.03  # KL divergence of a rollout's updates that the rate aims at; 0: none
-    anneal_lr: bool = True  # lower desired_kl linearly, to MIN_KL at least; if 0, the rate, to 0
+    anneal_lr: bool = True  # lower desired_kl linearly to MIN_KL; if it is 0, the rate to 0
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
@@ -87,12 +97,6 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy in the loss
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
-
-    # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
-    # once all that it has recorded; any combination of the flags works, none too
-    compile: bool = False  # compile acting, judging the worlds and updating
-    cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
-    tf32: bool = False  # on CUDA, multiply in TensorFloat-32: faster, with three digits
 
 
 MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
@@ -104,8 +108,8 @@ STEADY_AFTER = 3  # rollouts: with the default epochs all is compiled and captur
 
 def join(*fields):
     """Fields (N, ...) side by side -> (N, .)."""
-    rows = [x.flatten(1) for x in fields]
-    return torch.cat(rows, dim=1)
+    columns = [x.flatten(1) for x in fields]
+    return torch.cat(columns, dim=1)
 
 
 def sum_squares(x):
@@ -308,13 +312,13 @@ def center_of_mass(s):
 class Task(NamedTuple):
     """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
 
-    `judge` takes fields of mujoco.MjData, float32 (N, ...), the speed forward in m/s (N,) and
+    `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
     actions (N, A) -> observations (N, O), rewards (N,), terminated (N,).
     """
 
     judge: Callable
     start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
-    reads: tuple = ()  # the fields that are read by these functions, besides qpos and qvel
+    reads: tuple = ()  # the fields that judge and position read, besides qpos and qvel
     position: Callable = root  # of what is rewarded for its speed: fields -> x in m (N,)
     moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
     max_steps: int = 1000  # of an episode, which is truncated then
@@ -533,7 +537,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: as a tensor a new number counts; a compiled clamp would keep the second that it met
+    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     errors = (values - batch.returns).square()
@@ -562,7 +566,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
 
-    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
     """
 
     def __init__(self, parameters, lr, eps=1e-8):
@@ -699,7 +703,7 @@ def update_once(agent: PPO, obs_dim: int, action_dim: int) -> None:
     steps = agent.args.num_envs * agent.args.num_steps
     shapes = (obs_dim,), (action_dim,), (), (), (), ()
     batch = Batch._make(torch.zeros(steps, *shape) for shape in shapes)
-    agent.update(batch, torch.arange(steps).view(agent.args.num_minibatches, -1)[0])
+    agent.update(batch, torch.arange(steps // agent.args.num_minibatches))
 
 
 # speed: the compilers take tens of seconds of a first run, so two of them work at a time
@@ -848,9 +852,6 @@ def main(args: Args) -> Path:
                     for tag, values in metrics.items():
                         row[tag] = values[-1]  # of the last minibatch, of all for clipfrac
                     row["losses/clipfrac"] = torch.cat(clipfracs).mean()
-                    if args.desired_kl:
-                        desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
-                        agent.adapt(row["losses/approx_kl"], desired_kl)
                 agent.model.observe(batch)
                 known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
                 returns = rollout.episode_returns[known]  # waits for the device
@@ -867,6 +868,9 @@ def main(args: Args) -> Path:
                 row["charts/episodic_return"] = returns.mean()
                 row["charts/episodic_length"] = lengths.mean()
             run.log(row)
+            if args.desired_kl and run.step > batch_size:
+                desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
+                agent.adapt(row["losses/approx_kl"], desired_kl)
 
             # 4. Save and evaluate, now and then and at the end.
             if run.due(args.checkpoint_every, at_end=args.save_model):
@@ -901,11 +905,11 @@ class CPhysics:
         self.model = model = env.model
         self.frame_skip = env.frame_skip
         self.moves = task.moves
-        # MuJoCo's own reset would hide NaN. A robot is one tree of bodies: looking for islands, to
-        # be solved apart, finds nothing
+        # MuJoCo's own reset would hide NaN. To look for islands of bodies, which could be solved
+        # apart, gains nothing: a robot is one tree
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # Among them is a clock that each part of a step reads, for timers that nobody looks at
+        # One of these is a clock that each part of a step reads, for timers that nobody looks at
         mujoco.mj_resetCallbacks()
         # Forces follow from the contacts, which only an MjData of each world's own still has
         self.forces = FORCES.intersection(task.reads)
@@ -1016,7 +1020,7 @@ class WarpPhysics:
 
             def capture(functions):
                 run(functions)  # compiles
-                gc.collect()  # to destroy a stream would end a capture, also one of PyTorch's
+                gc.collect()  # destroying a stream, even one of PyTorch's, would end the capture
                 gc.disable()
                 with wp.ScopedCapture() as recorded:
                     run(functions)
@@ -1073,10 +1077,10 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
     """N worlds of a task in one batch: all tensors are float32 on `device`.
 
     An episode that ends begins anew in the same step. A world whose numbers are not finite, or
-    beyond a million, ends its episode with reward 0 and is counted in `broken`. The first episodes,
-    whose returns are NaN, end early, each at another step, so that later ones do not all end at
-    once. With `randomize` each world's masses, friction and gears are the model's times factors of
-    its own, from 1 - randomize to 1 + randomize.
+    beyond a million, ends its episode with reward 0 and is counted in `broken`. First episodes are
+    cut short, to all sorts of lengths, so that later ones do not all end at once; what has been cut
+    has NaN as its return. With `randomize` each world's masses, friction and gears are the model's
+    times factors of its own, from 1 - randomize to 1 + randomize.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -1189,7 +1193,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         return rewards, terminated, truncated, infos
 
     def first_obs(self, ended):
-        """After `begin`: takes up positions where `ended` (N,), moves x back to 0 -> obs (N, O)."""
+        """After `begin`: sets `position` where `ended` (N,), moves x back to 0 -> obs (N, O)."""
         state = self.physics.state
         speed = torch.zeros_like(self.position)
         actions = self.low.new_zeros(self.num_envs, len(self.low))

@@ -104,8 +104,8 @@ FIRST_ALPHA = 0.01  # temperature at first where it is tuned, for rewards that a
 
 def join(*fields):
     """Fields (N, ...) side by side -> (N, .)."""
-    rows = [x.flatten(1) for x in fields]
-    return torch.cat(rows, dim=1)
+    columns = [x.flatten(1) for x in fields]
+    return torch.cat(columns, dim=1)
 
 
 def sum_squares(x):
@@ -308,13 +308,13 @@ def center_of_mass(s):
 class Task(NamedTuple):
     """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
 
-    `judge` takes fields of mujoco.MjData, float32 (N, ...), the speed forward in m/s (N,) and
+    `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
     actions (N, A) -> observations (N, O), rewards (N,), terminated (N,).
     """
 
     judge: Callable
     start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
-    reads: tuple = ()  # the fields that are read by these functions, besides qpos and qvel
+    reads: tuple = ()  # the fields that judge and position read, besides qpos and qvel
     position: Callable = root  # of what is rewarded for its speed: fields -> x in m (N,)
     moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
     max_steps: int = 1000  # of an episode, which is truncated then
@@ -747,13 +747,13 @@ def main(args: Args) -> Path:
             # 5. Log.
             if run.due(LOG_EVERY * args.num_envs):
                 with run.stage("backpropagation"):  # whose work the first read waits for
-                    total_return, total_length, count = totals.tolist()
+                    total_return, total_length, episodes = totals.tolist()
                     totals.zero_()
-                if count > 0:
+                if episodes > 0:
                     run.write(
                         {
-                            "charts/episodic_return": total_return / count,
-                            "charts/episodic_length": total_length / count,
+                            "charts/episodic_return": total_return / episodes,
+                            "charts/episodic_length": total_length / episodes,
                         }
                     )
                 metrics["charts/broken_worlds"] = envs.broken
@@ -793,11 +793,11 @@ class CPhysics:
         self.model = model = env.model
         self.frame_skip = env.frame_skip
         self.moves = task.moves
-        # MuJoCo's own reset would hide NaN. A robot is one tree of bodies: looking for islands, to
-        # be solved apart, finds nothing
+        # MuJoCo's own reset would hide NaN. To look for islands of bodies, which could be solved
+        # apart, gains nothing: a robot is one tree
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # Among them is a clock that each part of a step reads, for timers that nobody looks at
+        # One of these is a clock that each part of a step reads, for timers that nobody looks at
         mujoco.mj_resetCallbacks()
         # Forces follow from the contacts, which only an MjData of each world's own still has
         self.forces = FORCES.intersection(task.reads)
@@ -908,7 +908,7 @@ class WarpPhysics:
 
             def capture(functions):
                 run(functions)  # compiles
-                gc.collect()  # to destroy a stream would end a capture, also one of PyTorch's
+                gc.collect()  # destroying a stream, even one of PyTorch's, would end the capture
                 gc.disable()
                 with wp.ScopedCapture() as recorded:
                     run(functions)
@@ -965,10 +965,10 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
     """N worlds of a task in one batch: all tensors are float32 on `device`.
 
     An episode that ends begins anew in the same step. A world whose numbers are not finite, or
-    beyond a million, ends its episode with reward 0 and is counted in `broken`. The first episodes,
-    whose returns are NaN, end early, each at another step, so that later ones do not all end at
-    once. With `randomize` each world's masses, friction and gears are the model's times factors of
-    its own, from 1 - randomize to 1 + randomize.
+    beyond a million, ends its episode with reward 0 and is counted in `broken`. First episodes are
+    cut short, to all sorts of lengths, so that later ones do not all end at once; what has been cut
+    has NaN as its return. With `randomize` each world's masses, friction and gears are the model's
+    times factors of its own, from 1 - randomize to 1 + randomize.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -1081,7 +1081,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         return rewards, terminated, truncated, infos
 
     def first_obs(self, ended):
-        """After `begin`: takes up positions where `ended` (N,), moves x back to 0 -> obs (N, O)."""
+        """After `begin`: sets `position` where `ended` (N,), moves x back to 0 -> obs (N, O)."""
         state = self.physics.state
         speed = torch.zeros_like(self.position)
         actions = self.low.new_zeros(self.num_envs, len(self.low))

@@ -8,7 +8,7 @@ they buy, the rest is the same to the letter. Without a CUDA device --cudagraphs
 and the run goes on. The first updates pay for compilation, which is reported as warm-up.
 """
 
-# speed: CudaGraphModule captures a function as a CUDA graph; partial binds its fixed arguments
+# speed: CudaGraphModule captures a function as a CUDA graph; a forked child compiles beside
 import ast
 import copy
 import gc
@@ -111,8 +111,8 @@ FIRST_ALPHA = 0.01  # temperature at first where it is tuned, for rewards that a
 
 def join(*fields):
     """Fields (N, ...) side by side -> (N, .)."""
-    rows = [x.flatten(1) for x in fields]
-    return torch.cat(rows, dim=1)
+    columns = [x.flatten(1) for x in fields]
+    return torch.cat(columns, dim=1)
 
 
 def sum_squares(x):
@@ -315,13 +315,13 @@ def center_of_mass(s):
 class Task(NamedTuple):
     """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
 
-    `judge` takes fields of mujoco.MjData, float32 (N, ...), the speed forward in m/s (N,) and
+    `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
     actions (N, A) -> observations (N, O), rewards (N,), terminated (N,).
     """
 
     judge: Callable
     start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
-    reads: tuple = ()  # the fields that are read by these functions, besides qpos and qvel
+    reads: tuple = ()  # the fields that judge and position read, besides qpos and qvel
     position: Callable = root  # of what is rewarded for its speed: fields -> x in m (N,)
     moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
     max_steps: int = 1000  # of an episode, which is truncated then
@@ -520,7 +520,7 @@ class ReplayBuffer:
     def add(self, transitions: Batch) -> None:
         """Stores N transitions, whose fields are (N, ...)."""
         end = self.position + self.args.num_envs
-        # speed: one copy, of fields that are tensors
+        # speed: one copy, for which `cat` turns what is bool into float32
         columns = [new.view(self.args.num_envs, -1) for new in transitions]
         self.data[self.position : end] = torch.cat(columns, dim=1)
         self.device_size.clamp_(min=end)
@@ -596,7 +596,7 @@ def alpha_loss(log_alpha: Tensor, log_probs: Tensor, target_entropy: float) -> T
 class Adam:
     """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
 
-    Who anneals `lr` does so by `lr.fill_`: a graph goes on with the tensor that it has captured.
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
     """
 
     def __init__(self, parameters, lr, eps=1e-8):
@@ -749,7 +749,7 @@ class SAC(nn.Module):
         return metrics
 
 
-# speed: acting and both updates, gradients and optimizer included, become one compiled call each
+# speed: acting, observing and both updates, optimizers included, become one compiled call each
 def compile_agent(agent: SAC) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
@@ -791,7 +791,7 @@ def compile_beside(call: Callable) -> None:
 
 # speed: what runs every step becomes CUDA graphs; a third call captures, when all is compiled
 def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
-    """Acting, sampling and each kind of update replay what their third call has recorded.
+    """Acting, observing, sampling and each kind of update replay what a third call has recorded.
 
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
     """
@@ -943,13 +943,13 @@ def main(args: Args) -> Path:
             # 5. Log.
             if run.due(LOG_EVERY * args.num_envs):
                 with run.stage("backpropagation"):  # whose work the first read waits for
-                    total_return, total_length, count = totals.tolist()
+                    total_return, total_length, episodes = totals.tolist()
                     totals.zero_()
-                if count > 0:
+                if episodes > 0:
                     run.write(
                         {
-                            "charts/episodic_return": total_return / count,
-                            "charts/episodic_length": total_length / count,
+                            "charts/episodic_return": total_return / episodes,
+                            "charts/episodic_length": total_length / episodes,
                         }
                     )
                 metrics["charts/broken_worlds"] = envs.broken
@@ -989,11 +989,11 @@ class CPhysics:
         self.model = model = env.model
         self.frame_skip = env.frame_skip
         self.moves = task.moves
-        # MuJoCo's own reset would hide NaN. A robot is one tree of bodies: looking for islands, to
-        # be solved apart, finds nothing
+        # MuJoCo's own reset would hide NaN. To look for islands of bodies, which could be solved
+        # apart, gains nothing: a robot is one tree
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # Among them is a clock that each part of a step reads, for timers that nobody looks at
+        # One of these is a clock that each part of a step reads, for timers that nobody looks at
         mujoco.mj_resetCallbacks()
         # Forces follow from the contacts, which only an MjData of each world's own still has
         self.forces = FORCES.intersection(task.reads)
@@ -1104,7 +1104,7 @@ class WarpPhysics:
 
             def capture(functions):
                 run(functions)  # compiles
-                gc.collect()  # to destroy a stream would end a capture, also one of PyTorch's
+                gc.collect()  # destroying a stream, even one of PyTorch's, would end the capture
                 gc.disable()
                 with wp.ScopedCapture() as recorded:
                     run(functions)
@@ -1161,10 +1161,10 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
     """N worlds of a task in one batch: all tensors are float32 on `device`.
 
     An episode that ends begins anew in the same step. A world whose numbers are not finite, or
-    beyond a million, ends its episode with reward 0 and is counted in `broken`. The first episodes,
-    whose returns are NaN, end early, each at another step, so that later ones do not all end at
-    once. With `randomize` each world's masses, friction and gears are the model's times factors of
-    its own, from 1 - randomize to 1 + randomize.
+    beyond a million, ends its episode with reward 0 and is counted in `broken`. First episodes are
+    cut short, to all sorts of lengths, so that later ones do not all end at once; what has been cut
+    has NaN as its return. With `randomize` each world's masses, friction and gears are the model's
+    times factors of its own, from 1 - randomize to 1 + randomize.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -1277,7 +1277,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         return rewards, terminated, truncated, infos
 
     def first_obs(self, ended):
-        """After `begin`: takes up positions where `ended` (N,), moves x back to 0 -> obs (N, O)."""
+        """After `begin`: sets `position` where `ended` (N,), moves x back to 0 -> obs (N, O)."""
         state = self.physics.state
         speed = torch.zeros_like(self.position)
         actions = self.low.new_zeros(self.num_envs, len(self.low))

@@ -351,9 +351,15 @@ BUGS = [
     ),
     Bug(
         PPO_GYMNASIUM,
-        "rollout.final_values[t, i] = final_value * (not terminated[i])",
-        "rollout.final_values[t, i] = final_value",
+        "rollout.final_values[t, i] = 0 if terminated[i] else agent.value(final_obs)",
+        "rollout.final_values[t, i] = agent.value(final_obs)",
         "test_ppo.py::test_only_a_truncation_bootstraps_from_its_final_observation",
+    ),
+    Bug(
+        PPO_GYMNASIUM,
+        "agent.adapt(approx_kl, desired_kl)",
+        "pass",
+        "test_ppo.py::test_the_rate_follows_the_divergence",
     ),
     Bug(
         PPO_GYMNASIUM,
@@ -512,6 +518,12 @@ BUGS = [
         "self.state.uniform_(-0.05, 0.05, generator=generator)",
         "self.state.uniform_(0, 0.05, generator=generator)",
         "test_cartpole.py::test_resets_are_uniform_and_independent",
+    ),
+    Bug(
+        "leanrl/ppo_cartpole_gpu_torchcompile.py",
+        "if len(index) % pieces == 0:",
+        "if pieces < 4:",
+        "test_cartpole.py::test_a_minibatch_is_cut_into_as_many_equal_pieces_as_fit",
     ),
     # MuJoCo's worlds: tasks
     Bug(
@@ -1136,8 +1148,8 @@ BUGS = [
     ),
     Bug(
         ATARI,
-        "        terminated |= over  # also where the game meets the limit of frames\n",
-        "",
+        "terminated |= over  # EnvPool says",
+        "pass  # EnvPool says",
         "test_atari.py::test_lives_games_and_limits_may_end_at_once[baseline]",
     ),
     Bug(

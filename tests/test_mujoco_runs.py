@@ -277,7 +277,7 @@ def test_ppo_learns_from_what_happened(
     assert [x.name for x in learning] == names
     updates, orders, rows, scalars = of(calls, "update"), [], {}, read_scalars(run_dir)
     assert len(updates) == 2 * 3 * 4
-    expected_rate = 0.01
+    expected_rate = next_rate = 0.01
     for k, prepare in enumerate(prepares):
         (rollout,), batch, model = prepare.args, prepare.result, prepare.found
         with torch.no_grad():
@@ -317,11 +317,12 @@ def test_ppo_learns_from_what_happened(
             desired, kl = annealed[k - 1], row["losses/approx_kl"]
             assert_close(of(calls, "adapt")[k - 1].args, (kl, desired))
             factor = 1 / 1.5 if kl > 2 * desired else 1.5 if kl < desired / 2 else 1
-            expected_rate = min(expected_rate * factor, 0.01)
+            next_rate = min(expected_rate * factor, 0.01)
         row["losses/explained_variance"] = (
             1 - (batch.returns - batch.values).var() / batch.returns.var()
         )
         row |= {"charts/learning_rate": expected_rate}
+        expected_rate = next_rate
         row |= {"charts/broken_worlds": 3, "charts/overflows": 2}
         ends = happened.mean_of_ended(16 * k, 16 * k + 16)
         add_row(rows, 128 * (k + 1), row, ends)
