@@ -140,7 +140,7 @@ class AtariEnvs:
 
 
 def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights, no bias."""
+    """Orthogonal weights, zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -300,14 +300,14 @@ class PPO(nn.Module):
             _, values = self.model(obs)
             return values
 
-    def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
+    def prepare(self, rollout: Rollout, last_values: Tensor) -> Batch:
         """A rollout and the values of what follows it (N,) -> B = T N steps to learn from."""
-        following = torch.cat([rollout.values[1:], next_values[None]])
-        following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+        next_values = torch.cat([rollout.values[1:], last_values[None]])
+        next_values = torch.where(rollout.ended.bool(), rollout.final_values, next_values)
         advantages = compute_gae(
             rollout.rewards,
             rollout.values,
-            following,
+            next_values,
             rollout.ended,
             self.args.gamma,
             self.args.gae_lambda,
@@ -488,7 +488,7 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
     if frames:
         from gymnasium.utils.save_video import save_video
 
-        save_video(frames, str(video), lambda episode: True, fps=15)  # a step is 4 of 60 frames
+        save_video(frames, video, fps=15)  # a step is 4 of 60 frames
     return float(returns.mean())
 
 
@@ -585,7 +585,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
             if self.on_gpu:
                 with suppress(Exception):  # nvidia-ml-py is optional
                     self.nvml.append((now, torch.cuda.utilization()))
-        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        timed = self.on_gpu and self.mode != "off" and not self.profiler
+        self.sampled = timed and self.iterations % 61 == 0
         if self.sampled:
             self.events = []
             self.charge()
@@ -614,8 +615,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report["gpu_stages"] = Counter()
         for events in self.samples:
             for (_, first), (name, last) in pairwise(events):
-                share = report["iterations"] / len(self.samples)  # of all that were not sampled
-                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+                scale = report["iterations"] / len(self.samples)  # one stands for so many
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * scale
         write_json(path, report)
         if self.profiler:
             self.profiler.__exit__(None, None, None)
@@ -671,12 +672,6 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             torch.save(checkpoint, file)
 
     def __enter__(self):  # makes the run directory and opens its records
-        self.bar = tqdm.tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            disable=sys.stderr is None,  # it has been closed
-        )
         args = self.args
         resumed = args.resume is not None
         self.dir = Path(args.resume) if resumed else make_directory(args)
@@ -698,7 +693,8 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             config["processor"] = re.search("model name.*: (.*)", cpus)[1]
         write_json(self.dir / f"config{self.suffix}", config)
         if args.track:
-            import wandb
+            with one_line("--track", ImportError):
+                import wandb
 
             wandb.init(
                 project=args.wandb_project_name,
@@ -711,6 +707,12 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         threading.excepthook = print_unless_disk_is_full
         with one_line(self.dir):
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
+        self.bar = tqdm.tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            disable=sys.stderr is None,  # it has been closed
+        )
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records

@@ -156,7 +156,7 @@ class AtariEnvs:
 
 
 def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights, no bias."""
+    """Orthogonal weights, zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -328,14 +328,14 @@ class PPO(nn.Module):
             _, values = self.model(obs)
             return values
 
-    def prepare(self, rollout: Rollout, next_values: Tensor) -> Batch:
+    def prepare(self, rollout: Rollout, last_values: Tensor) -> Batch:
         """A rollout and the values of what follows it (N,) -> B = T N steps to learn from."""
-        following = torch.cat([rollout.values[1:], next_values[None]])
-        following = torch.where(rollout.ended.bool(), rollout.final_values, following)
+        next_values = torch.cat([rollout.values[1:], last_values[None]])
+        next_values = torch.where(rollout.ended.bool(), rollout.final_values, next_values)
         advantages = compute_gae(
             rollout.rewards,
             rollout.values,
-            following,
+            next_values,
             rollout.ended,
             self.args.gamma,
             self.args.gae_lambda,
@@ -424,7 +424,7 @@ def main(args: Args) -> Path | None:
         rollout = Rollout(args.num_steps, num_envs, device)
     if run.checkpoint:
         run.restore(agent)
-        torch.cuda.manual_seed(seed)  # restored streams differ from GPU to GPU; all draw the same
+        torch.cuda.manual_seed(seed)  # restored streams differ by GPU; all must draw the same
     obs, _ = envs.pool.reset()
 
     with one_of_many(run):
@@ -439,7 +439,7 @@ def main(args: Args) -> Path | None:
             # 1. Roll out: T steps with the policy as it is.
             shape = args.num_steps, WORLD_SIZE, num_envs, num_actions
             noise = torch.empty(shape, device=device).exponential_()[:, RANK]
-            games = []  # that end
+            games = []  # those that end
             rollout.final_values.zero_()
             for t in range(args.num_steps):
                 with run.stage("inference"):
@@ -581,7 +581,7 @@ def one_of_many(run: "Run"):
                 raise SystemExit(f"rank {RANK}: another process is gone: {str(error)!r}") from None
     finally:
         dist.destroy_process_group()
-        if signal.SIGINT in caught:  # a second Ctrl-C
+        if signal.SIGINT in caught:  # a second Ctrl-C ends it at once
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -616,7 +616,7 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
     if frames:
         from gymnasium.utils.save_video import save_video
 
-        save_video(frames, str(video), lambda episode: True, fps=15)  # a step is 4 of 60 frames
+        save_video(frames, video, fps=15)  # a step is 4 of 60 frames
     return float(returns.mean())
 
 
@@ -713,7 +713,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
             if self.on_gpu:
                 with suppress(Exception):  # nvidia-ml-py is optional
                     self.nvml.append((now, torch.cuda.utilization()))
-        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        timed = self.on_gpu and self.mode != "off" and not self.profiler
+        self.sampled = timed and self.iterations % 61 == 0
         if self.sampled:
             self.events = []
             self.charge()
@@ -742,8 +743,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report["gpu_stages"] = Counter()
         for events in self.samples:
             for (_, first), (name, last) in pairwise(events):
-                share = report["iterations"] / len(self.samples)  # of all that were not sampled
-                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+                scale = report["iterations"] / len(self.samples)  # one stands for so many
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * scale
         write_json(path, report)
         if self.profiler:
             self.profiler.__exit__(None, None, None)
@@ -799,12 +800,6 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             torch.save(checkpoint, file)
 
     def __enter__(self):  # makes the run directory and opens its records
-        self.bar = tqdm.tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            disable=sys.stderr is None,  # it has been closed
-        )
         args = self.args
         resumed = args.resume is not None
         self.dir = Path(args.resume) if resumed else make_directory(args)
@@ -826,7 +821,8 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             config["processor"] = re.search("model name.*: (.*)", cpus)[1]
         write_json(self.dir / f"config{self.suffix}", config)
         if args.track:
-            import wandb
+            with one_line("--track", ImportError):
+                import wandb
 
             wandb.init(
                 project=args.wandb_project_name,
@@ -839,6 +835,12 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         threading.excepthook = print_unless_disk_is_full
         with one_line(self.dir):
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
+        self.bar = tqdm.tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            disable=sys.stderr is None,  # it has been closed
+        )
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records

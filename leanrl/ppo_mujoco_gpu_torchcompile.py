@@ -598,9 +598,9 @@ class Adam:
             denominators = torch._foreach_sqrt(self.exp_avg_sqs)
             torch._foreach_mul_(denominators, (1 - beta2_power).rsqrt())
             torch._foreach_add_(denominators, self.eps)
-            steps = torch._foreach_div(self.exp_avgs, denominators)
-            torch._foreach_mul_(steps, self.lr / (1 - beta1_power))
-            torch._foreach_sub_(self.parameters, steps)
+            changes = torch._foreach_div(self.exp_avgs, denominators)
+            torch._foreach_mul_(changes, self.lr / (1 - beta1_power))
+            torch._foreach_sub_(self.parameters, changes)
 
 
 class PPO(nn.Module):
@@ -1386,7 +1386,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
             if self.on_gpu:
                 with suppress(Exception):  # nvidia-ml-py is optional
                     self.nvml.append((now, torch.cuda.utilization()))
-        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        timed = self.on_gpu and self.mode != "off" and not self.profiler
+        self.sampled = timed and self.iterations % 61 == 0
         if self.sampled:
             self.events = []
             self.charge()
@@ -1415,8 +1416,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report["gpu_stages"] = Counter()
         for events in self.samples:
             for (_, first), (name, last) in pairwise(events):
-                share = report["iterations"] / len(self.samples)  # of all that were not sampled
-                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+                scale = report["iterations"] / len(self.samples)  # one stands for so many
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * scale
         write_json(path, report)
         if self.profiler:
             self.profiler.__exit__(None, None, None)
@@ -1472,12 +1473,6 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             torch.save(checkpoint, file)
 
     def __enter__(self):  # makes the run directory and opens its records
-        self.bar = tqdm.tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            disable=sys.stderr is None,  # it has been closed
-        )
         args = self.args
         resumed = args.resume is not None
         self.dir = Path(args.resume) if resumed else make_directory(args)
@@ -1499,7 +1494,8 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             config["processor"] = re.search("model name.*: (.*)", cpus)[1]
         write_json(self.dir / f"config{self.suffix}", config)
         if args.track:
-            import wandb
+            with one_line("--track", ImportError):
+                import wandb
 
             wandb.init(
                 project=args.wandb_project_name,
@@ -1512,6 +1508,12 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         threading.excepthook = print_unless_disk_is_full
         with one_line(self.dir):
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
+        self.bar = tqdm.tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            disable=sys.stderr is None,  # it has been closed
+        )
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records

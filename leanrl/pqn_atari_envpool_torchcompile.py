@@ -71,7 +71,7 @@ class Args:
     # once all that it has recorded; any combination of the flags works, none too
     compile: bool = False  # compile acting and updating with torch.compile
     cudagraphs: bool = False  # replay acting and whole epochs as CUDA graphs
-    bf16: bool = False  # compute all but the head in bfloat16; weights and losses stay float32
+    bf16: bool = False  # convolutions, hidden layer in bfloat16; weights and losses stay float32
     channels_last: bool = False  # keep images and convolutions in the order height, width, channel
 
     env_id: str = "Breakout-v5"  # id of the game in EnvPool
@@ -145,7 +145,7 @@ class AtariEnvs:
 
 
 def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights, no bias."""
+    """Orthogonal weights, zero biases."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -234,9 +234,7 @@ class Rollout:
         self.ended = torch.zeros(shape, device=device)
         self.final_values = torch.zeros(shape, device=device)
         # speed: for a GPU: the CPU writes into its own memory, which is copied once per rollout
-        self.host = {}
-        for name in ("rewards", "ended", "final_values"):
-            self.host[name] = torch.zeros(shape)
+        self.host = {name: torch.zeros(shape) for name in ("rewards", "ended", "final_values")}
 
 
 # speed: for a GPU: from pinned memory it copies while the CPU goes on
@@ -295,7 +293,10 @@ def td_loss(model: QNetwork, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 # speed: at torch.optim.RAdam a compiled function breaks apart; with this one an update is one call.
 # The powers of beta and the count of steps are state, which compiled code and graphs read
 class RAdam:
-    """RAdam (Liu et al., 2019, arXiv:1908.03265, algorithm 2), all parameters in one call."""
+    """RAdam (Liu et al., 2019, arXiv:1908.03265, algorithm 2), all parameters in one call.
+
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
+    """
 
     def __init__(self, parameters, lr, eps=1e-8):
         self.parameters = list(parameters)
@@ -326,13 +327,13 @@ class RAdam:
             torch._foreach_lerp_(self.exp_avgs, gradients, 1 - beta1)
             torch._foreach_mul_(self.exp_avg_sqs, beta2)
             torch._foreach_addcmul_(self.exp_avg_sqs, gradients, gradients, 1 - beta2)
-            longest = 2 / (1 - beta2) - 1  # of the average that stands behind the second moments
-            length = longest - 2 * steps * beta2_power / (1 - beta2_power)
-            rectification = (length - 4) * (length - 2) * longest
-            rectification = rectification / ((longest - 4) * (longest - 2) * length)
+            rho_inf = 2 / (1 - beta2) - 1
+            rho = rho_inf - 2 * steps * beta2_power / (1 - beta2_power)  # small: hence float64
+            rectification = (rho - 4) * (rho - 2) * rho_inf
+            rectification = rectification / ((rho_inf - 4) * (rho_inf - 2) * rho)
             rectification = (rectification * (1 - beta2_power)).sqrt()
             # the first steps, whose second moments are known too badly, do not divide by them
-            early = length <= 5
+            early = rho <= 5  # as in PyTorch; the paper has 4
             rate = self.lr / (1 - beta1_power) * rectification.masked_fill(early, 1)
             denominators = torch._foreach_sqrt(self.exp_avg_sqs)
             torch._foreach_add_(denominators, self.eps)
@@ -613,7 +614,7 @@ def evaluate(agent: PQN, args: Args, video: Path) -> float:
     if frames:
         from gymnasium.utils.save_video import save_video
 
-        save_video(frames, str(video), lambda episode: True, fps=15)  # a step is 4 of 60 frames
+        save_video(frames, video, fps=15)  # a step is 4 of 60 frames
     return float(returns.mean())
 
 
@@ -710,7 +711,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
             if self.on_gpu:
                 with suppress(Exception):  # nvidia-ml-py is optional
                     self.nvml.append((now, torch.cuda.utilization()))
-        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        timed = self.on_gpu and self.mode != "off" and not self.profiler
+        self.sampled = timed and self.iterations % 61 == 0
         if self.sampled:
             self.events = []
             self.charge()
@@ -739,8 +741,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report["gpu_stages"] = Counter()
         for events in self.samples:
             for (_, first), (name, last) in pairwise(events):
-                share = report["iterations"] / len(self.samples)  # of all that were not sampled
-                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+                scale = report["iterations"] / len(self.samples)  # one stands for so many
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * scale
         write_json(path, report)
         if self.profiler:
             self.profiler.__exit__(None, None, None)
@@ -796,12 +798,6 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             torch.save(checkpoint, file)
 
     def __enter__(self):  # makes the run directory and opens its records
-        self.bar = tqdm.tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            disable=sys.stderr is None,  # it has been closed
-        )
         args = self.args
         resumed = args.resume is not None
         self.dir = Path(args.resume) if resumed else make_directory(args)
@@ -823,7 +819,8 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             config["processor"] = re.search("model name.*: (.*)", cpus)[1]
         write_json(self.dir / f"config{self.suffix}", config)
         if args.track:
-            import wandb
+            with one_line("--track", ImportError):
+                import wandb
 
             wandb.init(
                 project=args.wandb_project_name,
@@ -836,6 +833,12 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         threading.excepthook = print_unless_disk_is_full
         with one_line(self.dir):
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
+        self.bar = tqdm.tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            disable=sys.stderr is None,  # it has been closed
+        )
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records

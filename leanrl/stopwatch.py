@@ -1,7 +1,7 @@
 """The region that every script carries: a stopwatch, and the run around a training.
 
     python leanrl/stopwatch.py --stamp      copy the fenced region into every script beside this one
-    python leanrl/stopwatch.py --check      exit 1 and name each script whose copy differs
+    python leanrl/stopwatch.py --check      say which copies differ; exit status 1 if one does
 
 Every script carries the region between the two fences, byte for byte, so that one file still runs
 alone. Edit it here, never in a script, then stamp. What it imports stands at the top of a script.
@@ -20,7 +20,7 @@ The run, as a script sees it
                                             what is not finite ends the run in one line
     run.write({"charts/x": 1.0}, step)      numbers alone, at any step
     run.due(every, at_end)                  whether it passed a multiple of `every` steps (0: never)
-                                            or, where one of the two asks for that, ends the run
+                                            or, if every > 0 or at_end, whether this is the end
     run.save(agent, replay=state)           checkpoint.pt, replaced as a whole
     run.tick()                              the end of an iteration
 
@@ -269,7 +269,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
             if self.on_gpu:
                 with suppress(Exception):  # nvidia-ml-py is optional
                     self.nvml.append((now, torch.cuda.utilization()))
-        self.sampled = self.on_gpu and self.iterations % 61 == 0 and not self.profiler
+        timed = self.on_gpu and self.mode != "off" and not self.profiler
+        self.sampled = timed and self.iterations % 61 == 0
         if self.sampled:
             self.events = []
             self.charge()
@@ -298,8 +299,8 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         report["gpu_stages"] = Counter()
         for events in self.samples:
             for (_, first), (name, last) in pairwise(events):
-                share = report["iterations"] / len(self.samples)  # of all that were not sampled
-                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * share
+                scale = report["iterations"] / len(self.samples)  # one stands for so many
+                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * scale
         write_json(path, report)
         if self.profiler:
             self.profiler.__exit__(None, None, None)
@@ -355,12 +356,6 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             torch.save(checkpoint, file)
 
     def __enter__(self):  # makes the run directory and opens its records
-        self.bar = tqdm.tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            disable=sys.stderr is None,  # it has been closed
-        )
         args = self.args
         resumed = args.resume is not None
         self.dir = Path(args.resume) if resumed else make_directory(args)
@@ -382,7 +377,8 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             config["processor"] = re.search("model name.*: (.*)", cpus)[1]
         write_json(self.dir / f"config{self.suffix}", config)
         if args.track:
-            import wandb
+            with one_line("--track", ImportError):
+                import wandb
 
             wandb.init(
                 project=args.wandb_project_name,
@@ -395,6 +391,12 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
         threading.excepthook = print_unless_disk_is_full
         with one_line(self.dir):
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
+        self.bar = tqdm.tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            disable=sys.stderr is None,  # it has been closed
+        )
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records

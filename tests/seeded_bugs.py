@@ -327,13 +327,13 @@ BUGS = [
     Bug(
         f"{ATARI} {PPO_GYMNASIUM}",
         "returns=advantages + rollout.values,",
-        "returns=advantages + following,",
+        "returns=advantages + next_values,",
         "test_ppo.py::test_an_iteration_is_that_of_stable_baselines3",
     ),
     Bug(
         f"{ATARI} {PPO_GYMNASIUM}",
-        "following = torch.where(rollout.ended.bool(), rollout.final_values, following)",
-        "following = following + rollout.final_values",
+        "next_values = torch.where(rollout.ended.bool(), rollout.final_values, next_values)",
+        "next_values = next_values + rollout.final_values",
         "test_ppo.py::test_an_iteration_is_that_of_stable_baselines3",
     ),
     # PPO: environments and main

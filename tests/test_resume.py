@@ -700,9 +700,12 @@ def test_tracking_gets_the_run_by_the_name_of_its_directory(module, monkeypatch,
     """Also where the environment's id names a module; a stand-in for wandb notes its call."""
     calls = []
     fake = SimpleNamespace(init=lambda **given: calls.append(given))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
     scripted(lambda step, obs: (obs, 1.0))
     more = {"env_id": "json:Scripted-v0", "exp_name": "a b/c", "track": True}
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit, match="^--track: import of wandb halted"):
+        train(module, **more, total_timesteps=110)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     run_dir = train(module, **more, total_timesteps=110, wandb_entity="team")
     (call,) = calls
     assert run_dir.parent == Path("runs") and re.fullmatch(
