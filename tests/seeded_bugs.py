@@ -734,13 +734,13 @@ BUGS = [
     ),
     Bug(
         REGION,
-        "self.iterations % 61 == 0 and",
-        "self.iterations % 60 == 0 and",
+        "timed and self.iterations % 61 == 0",
+        "timed and self.iterations % 60 == 0",
         "test_stopwatch.py::test_cuda_sampling_with_a_fake_cuda",
     ),
     Bug(
         REGION,
-        "first.elapsed_time(last) / 1e3 * share",
+        "first.elapsed_time(last) / 1e3 * scale",
         "first.elapsed_time(last) / 1e3",
         "test_stopwatch.py::test_cuda_sampling_with_a_fake_cuda",
     ),
@@ -1172,7 +1172,7 @@ BUGS = [
     ),
     Bug(
         ATARI,
-        "torch.cat([rollout.values[1:], next_values[None]])",
+        "torch.cat([rollout.values[1:], last_values[None]])",
         "torch.cat([rollout.values[1:], rollout.values[-1:]])",
         "test_atari.py::test_main_does_what_it_says[baseline]",
     ),
@@ -1265,8 +1265,8 @@ BUGS = [
     ),
     Bug(
         "leanrl/pqn_atari_envpool_torchcompile.py",
-        "early = length <= 5",
-        "early = length <= 4",
+        "early = rho <= 5",
+        "early = rho <= 4",
         "test_pqn.py::test_the_optimizer_is_pytorchs",
     ),
     Bug(
