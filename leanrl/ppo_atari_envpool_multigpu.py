@@ -490,9 +490,7 @@ def main(args: Args) -> Path | None:
                 for step, score, length in sorted(sum(gathered, [])):
                     game = {"charts/episodic_return": score, "charts/episodic_length": length}
                     run.write(game, step)
-            row = {}
-            for tag, values in metrics.items():
-                row[tag] = values[-1]
+            row = {tag: values[-1] for tag, values in metrics.items()}
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()
             unexplained = advantages.var() / returns.var().clamp(min=1e-12)
             row["losses/explained_variance"] = 1 - unexplained

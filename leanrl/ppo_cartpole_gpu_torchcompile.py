@@ -605,9 +605,7 @@ def main(args: Args) -> Path:
                         break
 
             # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
-            row = {}
-            for tag, values in metrics.items():
-                row[tag] = values[-1]
+            row = {tag: values[-1] for tag, values in metrics.items()}
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()
             unexplained = (batch.returns - batch.values).var()
             unexplained /= batch.returns.var().clamp(min=1e-12)

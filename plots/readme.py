@@ -196,13 +196,13 @@ def field() -> str:
     for title, names in FIELD.items():
         for name in names:
             found = record(name)
-            rows = {row["entrant"]: row for row in found["rows"]}
+            entrants = [row["entrant"] for row in found["rows"]]
             compiled = "LeanRL compile"
-            if f"{compiled}, channels last" in rows:
+            if f"{compiled}, channels last" in entrants:
                 compiled += ", channels last"
             table.append(against_others(title, found, compiled))
             awake = f"{compiled}, threads awake"
-            if awake in rows:
+            if awake in entrants:
                 table.append(against_others(f"{title}, threads awake", found, awake))
     said = "Environment steps/s, and ratios of the same round: medians (and ranges) over rounds in "
     said += "turns (`*_field*_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "

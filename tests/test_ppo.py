@@ -715,7 +715,7 @@ def test_epochs_end_at_the_last_minibatchs_divergence(module, monkeypatch):
 
 def test_the_rate_follows_the_divergence(module):
     """A row has the rate that its rollout was learned with; its divergence decides on the next."""
-    run_dir = train(module, **SMALL, total_timesteps=8 * 64, desired_kl=0.01)
+    run_dir = train(module, total_timesteps=8 * 64, desired_kl=0.01)
     scalars = read_scalars(run_dir)
     rates = [value for _, value in scalars["charts/learning_rate"]]
     expected = [3e-4]

@@ -93,7 +93,7 @@ def test_what_the_region_needs_is_imported_at_the_top_and_nothing_twice(stem):
             imported += [(alias.asname or alias.name) for alias in node.names]
             if node.lineno > SCRIPTS[stem][:region].count("\n"):
                 late += [alias.name for alias in node.names]
-    assert len(imported) == len(set(imported)) and sorted(late) == ["moviepy", "wandb"]
+    assert len(imported) == len(set(imported)) and late == ["moviepy", "wandb"]
 
 
 # What is not CleanRL's
