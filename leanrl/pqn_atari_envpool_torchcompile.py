@@ -34,7 +34,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
 
 # speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
 # soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
-# Where nothing else runs, awake is faster, SAC by a third: GOMP_SPINCOUNT=100000.
+# Where nothing else runs, awake is faster: GOMP_SPINCOUNT=100000.
 # tensordict would log two lines for each graph that it captures, amid the progress
 if re.search("--(compile|resume)", str(sys.argv)):  # what is resumed may have been compiled
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -160,7 +160,7 @@ def gpu() -> str:
 
 
 FIELD = {  # algorithm -> records: of several days where there are several
-    "SAC": ["sac_field_cpu", "sac_field_avx2_cpu", "sac_field_awake_cpu"],
+    "SAC": ["sac_field_fast_cpu", "sac_field_cpu", "sac_field_avx2_cpu", "sac_field_awake_cpu"],
     "TD3": ["td3_field_cpu", "td3_field_avx2_cpu"],
     "PPO": ["ppo_field_cpu", "ppo_field_avx2_cpu"],
     "PPO for Atari": ["ppo_atari_field_cpu"],
