@@ -46,6 +46,7 @@ ADVICE = {
     "copies from memory that is not pinned; log from the GPU once per many steps",
     "idle": "launch the update, then simulate while it runs; capture what is small",
 }
+WHOLE = ("simulation", "logging", "checkpoint", "untracked")  # stages with advice of their own
 
 
 class Finding(NamedTuple):
@@ -58,9 +59,16 @@ class Finding(NamedTuple):
 
 def read(path: Path, steps: int) -> dict:
     """The report of a run directory or file, its trace reduced; ValueError says what is wrong."""
+    if not path.exists():
+        raise ValueError("does not exist")
     if path.suffix != ".gz":
-        path = path / "stages.json" if path.is_dir() else path
+        if path.is_dir():
+            path = last_part(path)
+        if "traceEvents" in run_dirs.read_json(path):
+            raise ValueError("is a trace that is not compressed: gzip it")
         report = read_report(path)
+        if not report["env_steps"]:
+            raise ValueError("has no step in its steady window: the run ended before")
         return report | {"trace": traces.read_trace(path.parent, report)}
     trace = traces.reduce_trace(traces.read_events(path))
     seconds = {}
@@ -74,6 +82,14 @@ def read(path: Path, steps: int) -> dict:
         "stages": seconds,
         "trace": trace | {"env_steps": steps, "inflation": None},
     }
+
+
+def last_part(folder: Path) -> Path:
+    """A run's report: where it was resumed after N steps, stages_N.json."""
+    found = {0: folder / "stages.json"}
+    for path in folder.glob("stages_[0-9]*.json"):
+        found[int(path.stem.removeprefix("stages_"))] = path
+    return found[max(found)]
 
 
 def table(stages: dict[str, dict[str, float]]) -> list[list[str]]:
@@ -118,7 +134,7 @@ def of_stage(name: str, fields: dict[str, float]) -> Iterator[tuple[float, str, 
     python = fields.get("python_s", 0)
     backend = fields.get("backend_s", 0)
     made_of_operators = backend > total / 2  # environments that are tensors, perhaps with acting
-    alone = name in ADVICE and not (name == "simulation" and made_of_operators)
+    alone = name in WHOLE and not (name == "simulation" and made_of_operators)
     if alone or "python_s" not in fields:  # the latter without a trace
         what = f"{name}, {short(total * 1e6)} us per step"
         yield total, what, name if alone else "untraced"
@@ -156,7 +172,7 @@ def notes(report: dict) -> list[str]:
 def read_out(report: dict) -> Iterator[str]:
     """Lines for a reader."""
     stages = per_step(report, report["trace"])
-    if not stages:
+    if stages.keys() <= {"untracked"}:
         raise ValueError("has no stages: the stopwatch was off")
     yield f"\n{as_text(table(stages), labels=1)}\n"
     given = set()

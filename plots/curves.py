@@ -28,7 +28,8 @@ Runs that were interrupted, or killed, or are still running, are named and have 
 a cross, but no scores; where others are finished, they are not in the mean. Of CleanRL's these are
 those that others have left behind. A run counts once, whatever links lead to it; of runs with the
 same settings and seed, which are no independent ones, the newest does. Scores are those of Agarwal
-et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021.
+et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021, but
+the values of several tasks are averaged as they are: where scales differ, take each by --where.
 """
 
 import argparse
@@ -210,12 +211,12 @@ def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
     return key, ", ".join(texts) or run.row
 
 
-def once(runs: list[Run]) -> list[Run]:
+def once(runs: list[Run], by: list[str] | None = None) -> list[Run]:
     """Of runs with the same settings and seed the newest, a whole one if there is one.
 
-    `runs` are in the order in which they were made.
+    `runs` are in the order in which they were made. Threads tell them apart if they do in `by`.
     """
-    free = FREE_ARGS - {"seed"}
+    free = (FREE_ARGS | {"threads"}) - {"seed", *(by or [])}
     found = {}
     for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
         told = []
@@ -229,7 +230,7 @@ def once(runs: list[Run]) -> list[Run]:
 
 def groups(runs: list[Run], by: list[str] | None = None) -> dict:
     """{(script, environment): {line: runs}}."""
-    runs = once(runs)
+    runs = once(runs, by)
     panels: dict = {}
     for run in runs:
         panel = run.script, run.env_id
@@ -261,12 +262,15 @@ def matching(runs: list[Run], conditions: list[str]) -> list[Run]:
     """The runs with these settings, NAME=VALUE; several values of a name are alternatives."""
     wanted: dict = {}
     for condition in conditions:
-        name, _, text = condition.partition("=")
-        values = wanted.setdefault(setting(name, runs), [text])
+        name, equals, text = condition.partition("=")
+        if not equals:
+            raise ValueError(f"--where {condition}: no NAME=VALUE")
+        values = wanted.setdefault(setting(name, runs), [])
+        values.append(None if text == "None" else text)
         with suppress(ValueError):  # numbers, true and false; all else is text
             values.append(json.loads(text.lower()))
     for name, values in wanted.items():
-        runs = [run for run in runs if run.settings.get(name) in values]
+        runs = [run for run in runs if name in run.settings and run.settings[name] in values]
     return runs
 
 
@@ -275,7 +279,8 @@ def matching(runs: list[Run], conditions: list[str]) -> list[Run]:
 
 def curve(series: dict[str, Series], metric: str, axis: str, last: int | None) -> tuple | None:
     """A running mean of the metric over `axis`: steps, seconds or another metric."""
-    if metric not in series or axis not in AXES and axis not in series:
+    known = AXES.keys() | series.keys()
+    if metric not in series or axis not in known:
         return None
     found = series[metric]
     finite = np.isfinite(found.values)
@@ -289,11 +294,11 @@ def curve(series: dict[str, Series], metric: str, axis: str, last: int | None) -
         x = on_grid(steps, series[axis].steps, series[axis].values)
     tenth = min(max(len(values) // 10, 1), MEAN_OF)
     y = running_mean(values, last or tenth)
-    known = ~np.isnan(x)
-    if not known.any():
+    has_x = ~np.isnan(x)
+    if not has_x.any():
         return None
-    rising = np.argsort(x[known], kind="stable")
-    return x[known][rising], y[known][rising]
+    rising = np.argsort(x[has_x], kind="stable")
+    return x[has_x][rising], y[has_x][rising]
 
 
 def learning(found: dict, series: dict, metric: str, axis: str, last: int | None) -> dict:
@@ -390,8 +395,7 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
 def score_lines(known: dict, target: float | None) -> list[dict]:
     """A dict per line with two runs or more: its final values, per task, and what they amount to.
 
-    Lines of the same name in several panels of one script are one method on several tasks. Values
-    of different tasks are averaged as they are: where their scales differ, look at each by --where.
+    Lines of the same name in several panels of one script are one method on several tasks.
     """
     methods: dict = {}
     for (script, env_id), lines in known.items():
@@ -530,7 +534,8 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     else:
         mean_of = f"mean of the last {last or f'tenth of a run, {MEAN_OF} values at most'}"
     columns = {axis: learning(found, series, metric, axis, last) for axis in axes}
-    figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", runs)
+    drawn = [run for run in once(runs, options.by) if metric in series[run.path]]
+    figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", drawn)
     if not figure:
         wanted = [metric, *(axis for axis in axes if axis not in AXES)]
         print(f"no figure: {why_empty(runs, wanted)}", file=sys.stderr)
@@ -547,6 +552,8 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
         run_dirs.write_json(numbers, rows)
         files.append(numbers)
         print(f"\n{run_dirs.as_text(score_cells(rows, options.target), labels=3)}\n")
+    elif options.target is not None:
+        print("no scores: they need two lines of two runs or more that ended", file=sys.stderr)
     return files
 
 
@@ -554,10 +561,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     runs = run_dirs.read_and_tell(options.runs)
     try:
-        runs = matching(runs, options.where)
-        options.by = options.by and [setting(name, runs) for name in options.by]
+        runs = runs and matching(runs, options.where)
         if not runs:
             raise ValueError(f"no such runs in {', '.join(map(shown, options.runs))}")
+        options.by = options.by and [setting(name, runs) for name in options.by]
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

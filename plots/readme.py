@@ -120,7 +120,7 @@ def gpu() -> str:
     busy = {}
     for row in record("utilization_h200")["rows"]:
         windows.append(row["window"])
-        if len(row["lines"].get("GPU", [])) > 2:  # fewer samples say nothing of a window
+        if "GPU" in row:
             busy[row["script"], row["row"]] = row["GPU"]["mean"]
     early, whole = record("ppo_mujoco_halfcheetah_h200")["runs"]  # `early` was ended
     of_worlds = ("ppo_mujoco_gpu", "baseline")
@@ -132,10 +132,11 @@ def gpu() -> str:
     for script in dict.fromkeys(script for script, _ in speeds):
         mine = [speeds.get((script, row)) for row in rows]
         cells = [in_units(speed) if speed else "-" for speed in mine]
-        cells += [f"**{mine[-1] / mine[0]:.1f}x**", f"{warmup[script]:.0f}"]
+        known = None not in (mine[0], mine[-1])
+        cells += [f"**{mine[-1] / mine[0]:.1f}x**" if known else "-", f"{warmup[script]:.0f}"]
         for row in (rows[0], rows[-1]):
             share = busy.get((script, row))
-            cells.append(f"{share:.0f}%" if share else "-")
+            cells.append(f"{share:.0f}%" if share is not None else "-")
         table.append([f"`{script}`", *cells])
     (peer,) = record("leanrl_h200")["rows"]
     steps, seconds = np.ptp(peer["points"], axis=0)
@@ -323,14 +324,14 @@ def race() -> str:
                 line += ["-", "-"]
                 continue
             means = [row[column]["mean"] if row[column] else None for column in columns]
-            told = ", ".join("-" if mean is None else short(mean) for mean in means)
-            line.append(f"{told} ({row['seeds']})")
-            reached = row["reached"]
+            returns = ", ".join("-" if mean is None else short(mean) for mean in means)
+            line.append(f"{returns} ({row['seeds']})")
+            arrivals = row["reached"]
             never = f"not in {row['minutes']}"
-            told = f"{statistics.fmean(reached):.1f}" if reached else never
-            if 0 < len(reached) < row["seeds"]:
-                told += f" ({len(reached)} of {row['seeds']})"
-            line.append(told)
+            arrived = f"{statistics.fmean(arrivals):.1f}" if arrivals else never
+            if 0 < len(arrivals) < row["seeds"]:
+                arrived += f" ({len(arrivals)} of {row['seeds']})"
+            line.append(arrived)
         table.append(line)
     minutes = [re.sub(r"\D", "", column) for column in columns]
     vectors = dict.fromkeys(run["machine"]["cpu"]["vectors"] for run in found["runs"])
@@ -373,7 +374,7 @@ def reached(run: dict) -> Reached:
 
 
 def learned(runs: list[Reached], steps: int) -> list[str]:
-    """Returns after so many steps, from five runs on their mean and its 95% interval; minutes."""
+    """Last returns, from five runs on their mean and its 95% interval; minutes of so many steps."""
     from curves import bootstrap
 
     evaluated = None not in [run.evaluated for run in runs]
@@ -446,7 +447,10 @@ REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 
 def filled(text: str) -> str:
-    """`text` with each region made anew; KeyError for an unknown name."""
+    """`text` with each region made anew; ValueError for unknown names."""
+    unknown = {match[2] for match in REGION.finditer(text)} - REGIONS.keys()
+    if unknown:
+        raise ValueError(f"no regions: {', '.join(sorted(unknown))}")
     return REGION.sub(lambda match: match[1] + REGIONS[match[2]]() + match[4], text)
 
 
@@ -459,7 +463,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         new = filled(text)
     except run_dirs.DAMAGED as problem:
-        raise SystemExit(f"error: {shown(READ[-1])} lacks something: {problem!r}") from None
+        where_from = shown(READ[-1]) if READ else path.name
+        raise SystemExit(f"error: {where_from} lacks something: {problem!r}") from None
     if options.check:
         if new != text:
             print("README.md differs from the records: python plots/readme.py", file=sys.stderr)

@@ -2,16 +2,17 @@
 
     python plots/record.py plots/results/NAME.json runs/RUN [runs/RUN ...] [--note "what to know"]
 
-A record holds, per run, config.json and stages.json whole, every episodic return and evaluation as
-[step, return, seconds since the run was set up] (in older records since it began to write, in the
-oldest none), and the mean of the last 10 returns (of episodes, or of rollouts where a script logs
-the mean of each). What
-config.json does not say of the machine is in machine.json, or else what this machine says of
-itself, if it has the same GPU, or none, and the same torch; load and commit are then unknown.
+A record holds, per run, config.json and stages.json whole (of a resumed run those of its first
+part), every episodic return and evaluation as [step, return, seconds since the run was set up] (in
+older records since it began to write, in the oldest none), and the mean of the last 10 returns (of
+episodes, or of rollouts where a script logs the mean of each). What config.json does not say of the
+machine is in machine.json, or else what this machine says of itself, if it has the same GPU, or
+none, and the same torch; load and commit are then unknown.
 """
 
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import run_dirs
@@ -30,7 +31,10 @@ def record_of(run_dir: Path) -> dict:
     """Config, stages and returns of a run; ValueError says what it lacks."""
     run = run_dirs.read_part(run_dir, 0)
     if not run.stages:
-        raise ValueError(run.missing)
+        resumed = any(run_dir.glob("config_*.json"))
+        raise ValueError("was resumed, and its first part killed" if resumed else run.missing)
+    if run.missing:
+        print(f"interrupted: {run_dirs.shown(run_dir)} {run.missing}", file=sys.stderr)
     series = run.series(list(run_dirs.RECORDED))
     if RETURN not in series:
         raise ValueError("has logged no episodic return")
@@ -62,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             runs.append(record_of(run_dir))
         except ValueError as problem:
             raise SystemExit(f"error: {run_dirs.shown(run_dir)} {problem}") from None
-    record = json.dumps({"note": args.note, "runs": runs})
+    record = json.dumps({"note": args.note, "runs": runs}, ensure_ascii=False)
     record = record.replace(f"{run_dirs.ROOT}/", "")  # no folders of a machine
     run_dirs.write_json(args.record, json.loads(record))
     for run in runs:

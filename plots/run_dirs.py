@@ -146,7 +146,8 @@ class Run:
     @property
     def script(self) -> str:
         """The script of the collection; for what other programs ran, the name that they gave it."""
-        program = Path(self.config["command"].split()[0])
+        first = re.match(r".*?\.py(?= |$)|\S*", self.config["command"])  # folders may have spaces
+        program = Path(first[0])
         ours = program.parent.name == "leanrl"
         name = program.stem if ours else self.config["args"]["exp_name"]
         return name.removesuffix(VARIANT)
@@ -450,6 +451,7 @@ def read_part(path: Path, before: int) -> Run:
         config = read_config(path, suffix)
         args = config["args"]
         run = Run(path, config, {})
+        # this and what follows without a use raises where the files are of another program
         " ".join([run.row, run.script, run.env_id, run.hardware, *describe(machine([config]))])
         round(args["seed"])
         try:
@@ -625,7 +627,8 @@ def read_series(path: Path, tags: list[str] | None = None) -> dict[str, Series]:
     names = " ".join(file.name for file in path.glob("events.out.tfevents.*"))
     resumed = sorted(map(int, re.findall(r"tfevents\.(\d+)", names)))[1:]
     pauses = {at: at - everything[everything < at].max(initial=start) for at in resumed}
-    for tag in rows if tags is None else rows.keys() & set(tags):
+    wanted = rows.keys() if tags is None else rows.keys() & set(tags)
+    for tag in wanted:
         paused = sum(seconds * (times[tag] >= at) for at, seconds in pauses.items())
         found[tag] = Series(
             steps=np.array([row.step for row in rows[tag]], dtype=float),

@@ -133,7 +133,9 @@ def whole_iterations(calls: list[Call]) -> list[Call]:
     stages = []  # of each
     for mark in marks:
         stages.append({call.name for call in ranges if mark.start <= call.start < mark.end})
-    if marks and not stages[-1] or len(marks) > 1 and stages[-1] < stages[-2]:
+    without = bool(marks) and not stages[-1]
+    with_fewer = len(marks) > 1 and stages[-1] < stages[-2]
+    if without or with_fewer:
         marks.pop()
         if not marks:
             raise ValueError("ended before one iteration of its trace did")
@@ -159,17 +161,25 @@ def reduce_trace(events: list[dict]) -> dict:
     running = Counter()  # calls by layer
     lanes = Counter()  # calls by thread and layer
     on_gpu = []  # correlation ids
-    for (at, opens, _, i), (until, *_) in pairwise(edges):
+    for edge, following in pairwise(edges):
+        at, opens, _, i = edge
+        until = following[0]
         call = calls[i]
         running[call.layer] += 1 if opens else -1
         if call.layer == "stage":
-            stack.append(call.name) if opens else stack.remove(call.name)
-            inside = stack and (not bounds or stack[0] in bounds)
-            owner = stack[-1].removeprefix(STAGE) if inside else None
+            if opens:
+                stack.append(call)
+            else:
+                stack.remove(call)
+            inside = stack and (not bounds or stack[0].name in bounds)
+            owner = stack[-1].name.removeprefix(STAGE) if inside else None
             if owner in bounds:
                 owner = "untracked"
         elif call.layer == "gpu_s":
-            on_gpu.append(call.correlation) if opens else on_gpu.remove(call.correlation)
+            if opens:
+                on_gpu.append(call.correlation)
+            else:
+                on_gpu.remove(call.correlation)
             if opens and not call.name.startswith(("Memcpy", "Memset")):
                 stages[launcher.get(call.correlation)]["kernels"] += 1
         elif call.layer != "overhead":
@@ -197,7 +207,8 @@ def reduce_trace(events: list[dict]) -> dict:
                 stages[stage]["gpu_s"] += until - at
 
     stages.pop(None, None)
-    total = sum(stages.values(), Counter())
+    training = [stage for name, stage in stages.items() if name != "evaluation"]
+    total = sum(training, Counter())
     cpu = sum(total[layer] for layer in CPU_LAYERS)
     if not cpu:
         raise ValueError(f"has a trace without annotations {STAGE}NAME")

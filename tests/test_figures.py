@@ -578,8 +578,15 @@ def test_lines_are_what_varies(sweep_runs):
     assert list(lines) == ["num_minibatches=9", "num_minibatches=10"]  # by size, not by text
     assert [len(curves.matching(runs, w)) for w in (["seed=1"], ["seed=1", "seed=2"])] == [2, 4]
     assert len(curves.matching(runs, ["--gae-lambda=0.9", "seed=3"])) == 1
+    tasks = [f"env_id={name}" for name in ("Hopper-v5", runs[0].env_id, "Ant-v5")]
+    assert len(curves.matching(runs, tasks)) == 6 and not curves.matching(runs, tasks[::2])
+    for run in runs[:2]:
+        run.config["args"]["target_kl"] = None
+    assert curves.matching(runs, ["target_kl=None", "target_kl=0.1"]) == runs[:2]
     with pytest.raises(ValueError, match="no run has a setting 'no_such'"):
         curves.matching(runs, ["no_such=1"])
+    with pytest.raises(ValueError, match="--where seed: no NAME=VALUE"):
+        curves.matching(runs, ["seed"])
 
 
 def test_a_seed_counts_once(sweep_runs, tmp_path):

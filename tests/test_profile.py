@@ -124,6 +124,18 @@ def test_the_innermost_stage_owns_the_time_and_the_calls():
     assert calls == others | dict(inference=1, backpropagation=1, logging=1)
 
 
+def test_an_evaluation_is_no_training_and_a_stage_may_hold_itself():
+    training = [*WINDOW[1:], op(410, 450)]
+    whole = reduced([mark(1, 0, 1000), *training])
+    evaluated = reduced([mark(1, 0, 5000), *training, note("evaluation", 1000, 5000)])
+    assert evaluated["seconds"] == whole["seconds"]
+    assert evaluated["stages"]["backpropagation"] == whole["stages"]["backpropagation"]
+    inner = [note("replay", 500, 700), note("backpropagation", 550, 600)]
+    nested = reduced([*WINDOW, *inner])
+    assert rounded(nested, "replay")["python_s"] == 150
+    assert rounded(nested, "backpropagation")["python_s"] == 250
+
+
 def test_random_operators_against_a_look_at_every_nanosecond():
     """Trees of operators on three threads, some of which hold annotations."""
     rng, events, covered, calls = random.Random(1), [], set(), 0
@@ -461,6 +473,20 @@ def test_a_report_that_lacks_something(tmp_path, capsys):
     early = report() | {"sps_steady": None, "warmup_seconds": None}
     _, said, _ = read_out(capsys, make_run(tmp_path, 3, config(), early))
     assert "note: the warm-up did not end" in said
-    off = report() | {"stages": {"evaluation": 3.0}}
-    status, _, error = read_out(capsys, make_run(tmp_path, 2, config(), off))
+    off = report() | {"stages": {"untracked": 10.0, "evaluation": 3.0}}
+    path = make_run(tmp_path, 2, config(), off)
+    status, _, error = read_out(capsys, path)
     assert status == 1 and "the stopwatch was off" in error
+    (path / "stages_9.json").write_text(json.dumps(report()))  # it was resumed, twice
+    last = report() | {"sps_steady": 7.0}
+    (path / "stages_10.json").write_text(json.dumps(last))
+    (path / "stages_collector_11.json").write_text(json.dumps(off))
+    assert "7 environment steps/s" in read_out(capsys, path)[1]
+    (path / "stages_10.json").write_text(json.dumps(last | {"env_steps": 0}))
+    assert "the run ended before" in read_out(capsys, path)[2]
+    (path / "trace.json").write_text('{"traceEvents": [], "displayTimeUnit": "ms"}')
+    assert "gzip it" in read_out(capsys, path / "trace.json")[2]
+    assert read_out(capsys, path / "no") == (1, "", f"{path / 'no'} does not exist\n")
+    of_mine = report() | {"stages": {"wait": 5.0, "untracked": 1.0}}
+    said = read_out(capsys, make_run(tmp_path, 4, config(), of_mine))[1]
+    assert "wait, 50,000 us" in said and "--stopwatch trace" in said and ".item()" not in said
