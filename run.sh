@@ -144,7 +144,7 @@ esac
 active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
 needs=(requirements/{requirements,plots}.txt)
 case $command in
-    quick) [[ $* != *atari* ]] || needs+=(requirements/envpool.txt) ;;
+    quick) [[ $* != *--only* ]] || needs+=(requirements/envpool.txt) ;;
     --full) needs+=(requirements/envpool.txt) ;;
     field | race) ;;
     study) needs+=(requirements/study.txt) ;;
@@ -171,7 +171,8 @@ case $command in
         status=0
         [[ $# -gt 0 ]] || "$python" plots/measure/robot.py || status=$?
         [[ $status -ne 130 ]] || exit 130 # Ctrl-C
-        exec "$python" plots/measure/speedup.py --quick "$@"
+        "$python" plots/measure/speedup.py --quick "$@" || status=$?
+        exit "$status"
         ;;
     --full) exec "$python" plots/measure/speedup.py --full "$@" ;;
     test)

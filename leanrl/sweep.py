@@ -111,7 +111,8 @@ def expand(params: dict, scripts: int = 1, most: float = math.inf) -> list[dict]
     try:
         order = list(graphlib.TopologicalSorter(needs).static_order())
     except graphlib.CycleError as error:
-        raise SweepError(f"parameters in a circle: {' needs '.join(error.args[1])}") from None
+        circle = " needs ".join(reversed(error.args[1]))
+        raise SweepError(f"parameters in a circle: {circle}") from None
     variants = [dict.fromkeys(params)]  # keeps their order
     for name in order:
         longer = []
@@ -170,8 +171,8 @@ def load(path: Path, most: int) -> list["Variant"]:
     if not isinstance(scripts, list):
         scripts = [scripts]
     for script in values_of("script", scripts, {}):
-        path = Path(os.path.realpath(f"{ROOT}/{script}"))  # behind all links
-        if ROOT not in path.parents or not path.is_file():
+        file = Path(os.path.realpath(f"{ROOT}/{script}"))  # behind all links
+        if ROOT not in file.parents or not file.is_file():
             raise SweepError(f"script {script!r}: no such file in the repository {ROOT}")
     combinations = expand(names["params"], len(scripts), most)
     return [Variant(group, script, params) for script in scripts for params in combinations]
@@ -195,8 +196,8 @@ class Record:
     def state(self) -> str:
         """waiting, running, stopping, finished, failed, stopped, or lost with its launcher.
 
-        Or unknown without a status.json, or damaged, with the name of the file that says nothing
-        about it any more.
+        Or on the cluster, which alone knows more where there is --storage. Or unknown without a
+        status.json, or damaged, with the name of the file that says nothing about it any more.
         """
         state = self.status.get("state", "unknown")
         if state in ("running", "stopping"):
@@ -338,18 +339,20 @@ def run_all(todo: list[Variant], workers: list[dict], root: Path) -> None:
             for slot, environment in enumerate(workers):
                 while queue and slot not in running:
                     variant = queue.pop(0)
-                    if variant.status["state"] != "stopped":  # before its turn
+                    if variant.status.get("state") != "stopped":  # before its turn
                         child = start(variant, environment, root)
                         running[slot] = variant, child
                         variant.update(pid=child.pid, host=os.uname().nodename)
             for slot, (variant, child) in list(running.items()):
                 deadline = None
-                if variant.status["state"] == "stopping":  # as the command `stop` has asked
+                # as the command `stop` has asked, which may have seen it wait
+                if variant.status.get("state") in ("stopping", "stopped"):
                     child.terminate()  # the scripts take it like Ctrl-C
                     deadline = time.monotonic() + GRACE
                 if deadline or child.poll() is not None:
                     del running[slot]
-                    say(f"{finish(variant, child, deadline)}: {variant.name}")
+                    state = finish(variant, child, deadline)
+                    say(f"{state}: {variant.name}")
             if running:
                 time.sleep(POLL)
     except BaseException:
@@ -387,7 +390,8 @@ def slots(workers: int | None, gpus_per_run: float | None, found: list[str]) -> 
         if workers:
             shares = shares * workers
     elif not 0 < gpus_per_run <= len(found) or gpus_per_run > 1 and gpus_per_run % 1:
-        raise SweepError(f"--gpus-per-run {gpus_per_run}: this machine has {len(found)} GPUs")
+        allowed = f"below 1 or whole, of the {len(found)} GPUs here"
+        raise SweepError(f"--gpus-per-run {gpus_per_run}: {allowed}")
     elif gpus_per_run < 1:
         shares = found * int(1 / gpus_per_run + 1e-9)
     else:
@@ -414,7 +418,10 @@ def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
     """
     from ray.job_submission import JobSubmissionClient
 
-    client = JobSubmissionClient(options.address)
+    try:
+        client = JobSubmissionClient(options.address)
+    except Exception as error:  # Ray raises many kinds
+        raise SweepError(f"--address {options.address}: {error}") from None
     for job in client.list_jobs():
         sweep = (job.metadata or {}).get("sweep")
         if sweep == options.group and not job.status.is_terminal():
@@ -427,11 +434,16 @@ def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
     with lock(RUNS / options.group):
         for variant in todo:
             variant.enqueue()
+            if options.storage:  # or `sync` would take a former attempt for this one
+                emptied(options.storage, variant)
+                variant.update(state="on the cluster")
     spec = {
         "runs": str(RUNS.resolve()),
         "storage": options.storage,
         "needs": {"num_cpus": options.cpus_per_run, "num_gpus": options.gpus_per_run or 0},
-        "variants": [[each.group, each.script, each.params] for each in todo],
+        "variants": [
+            {"group": each.group, "script": each.script, "params": each.params} for each in todo
+        ],
     }
     command = ["python", "leanrl/sweep.py", "drive", json.dumps(spec)]
     name = client.submit_job(
@@ -460,7 +472,7 @@ def drive(options: argparse.Namespace) -> int:
     import ray
 
     spec = json.loads(options.spec)
-    variants = [Variant(*each, Path(spec["runs"])) for each in spec["variants"]]
+    variants = [Variant(**each, runs=Path(spec["runs"])) for each in spec["variants"]]
     ray.init(address="auto")
     task = ray.remote(**spec["needs"], max_retries=2)(run_task)
     with nullcontext() if spec["storage"] else lock(variants[0].folder.parent):
@@ -471,11 +483,13 @@ def drive(options: argparse.Namespace) -> int:
                 name = waiting.pop(each).name
                 try:
                     state = ray.get(each)
+                except ray.exceptions.TaskCancelledError:
+                    state = "stopped"
                 except ray.exceptions.RayError as error:  # its worker died, again and again
                     state = f"lost ({getattr(error, 'cause', error)!r})"
                 say(f"{len(variants) - len(waiting)}/{len(variants)} {state}: {name}")
             for each, variant in waiting.items():
-                # It has not begun, and may wait for a GPU that costs. Ray would interrupt a run.
+                # What has not begun may wait for a GPU that costs. Ray would interrupt a run.
                 if variant.status == {"state": "stopped"}:
                     ray.cancel(each)
     return 0
@@ -492,15 +506,23 @@ def run_task(variant: Variant, spec: dict) -> str:
         return variant.status["state"]
     from pyarrow import fs
 
-    storage, there = fs.FileSystem.from_uri(f"{spec['storage']}/{variant.name}")
-    storage.create_dir(there)
-    storage.delete_dir_contents(there)  # of a former attempt: `sync` has brought it to the launcher
+    storage, there = emptied(spec["storage"], variant)
     with tempfile.TemporaryDirectory() as scratch:
         variant.folder = Path(scratch).resolve()
         variant.enqueue()
         run_all([variant], [environment], code)
         copy_folder(str(variant.folder), there, fs.LocalFileSystem(), storage)
         return variant.status["state"]
+
+
+def emptied(storage: str, variant: Variant) -> tuple:
+    """The file system of `storage` and the variant's folder there, without a former attempt."""
+    from pyarrow import fs
+
+    system, there = fs.FileSystem.from_uri(f"{storage}/{variant.name}")
+    system.create_dir(there)
+    system.delete_dir_contents(there)
+    return system, there
 
 
 def copy_folder(source: str, target: str, source_fs, target_fs) -> None:
@@ -584,9 +606,11 @@ def known(prefix: str) -> list[Record]:
 def jobs(options: argparse.Namespace) -> int:
     for variant in known(""):
         status = variant.status
-        now = time.time()
-        seconds = status.get("ended", now) - status.get("started", now)
-        say(f"{variant.name}  {variant.state:8} {seconds:8.0f} s  {variant.command}")
+        state = variant.state
+        started = status.get("started", 0)
+        last = time.time() if state in ("running", "stopping") else started  # unknown if lost
+        seconds = status.get("ended", last) - started
+        say(f"{variant.name}  {state:8} {seconds:8.0f} s  {variant.command}")
     return 0
 
 
@@ -606,8 +630,12 @@ def logs(options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Tells those who run them, by status.json, and waits until they have ended."""
-    told = {"waiting": "stopped", "running": "stopping"}
-    found = [variant for variant in known(options.prefix) if variant.state in told]
+    told = {"waiting": "stopped", "running": "stopping", "stopping": "stopping"}
+    found = []
+    for variant in known(options.prefix):
+        # not of an ID alone: `stop a` would end some runs of every group
+        if variant.state in told and variant.name.startswith(options.prefix):
+            found.append(variant)
     if not found:
         raise SweepError(f"nothing that runs or waits is called {options.prefix!r}...")
     for variant in found:
@@ -677,11 +705,12 @@ def main(words: list[str] | None = None) -> int:
     calls = {function.__name__: function for function in functions}
     try:
         return calls[options.command](options)
-    except (SweepError, OSError) as error:  # runs/ is read-only, nobody is at --address
+    # runs/ is read-only, nobody is at --address, Ray is not there or hangs up
+    except (SweepError, OSError, ImportError, RuntimeError) as error:
         say(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on", file=sys.stderr)
+        say("interrupted; the same command, without --again, goes on", file=sys.stderr)
         return 130
 
 

@@ -49,6 +49,7 @@ def test_what_makes_no_sense_is_refused_in_one_line():
         ([("a", 1)], "must be a dict"),
         ({"a": lambda b: [b], "b": lambda a: [a]}, "circle"),
         ({"a": lambda a: [a]}, "circle: a needs a"),
+        ({"a": lambda b: [b], "b": lambda c: [c], "c": lambda a: [a]}, "a needs b needs c"),
         ({"a": lambda c: [c]}, "a needs 'c', which is no parameter"),
         ({"a": lambda *c: [c]}, "a needs 'c'"),
         ({"a": 3}, "a is 3, not a list"),
@@ -464,6 +465,51 @@ def test_a_stop_during_a_start_is_heard(place, monkeypatch):
         with ending:
             sweep.run_all([one], [{}], place)
         assert one.status["state"] == "stopped", name
+
+
+def test_a_deleted_folder_ends_no_other_run(place):
+    gone, one = variant(n=1), variant(n=2)
+    for each in (gone, one):
+        each.enqueue()
+    shutil.rmtree(gone.folder)
+    sweep.run_all([gone, one], [{}], place)
+    assert [each.status["state"] for each in (gone, one)] == ["finished"] * 2
+
+
+def test_what_is_handed_to_a_cluster_has_nothing_in_storage(place, monkeypatch, capsys):
+    """Or `sync` would take what a former attempt has left there for the result."""
+    pytest.importorskip("pyarrow")
+    write_sweep(place, {"n": [1]})
+    monkeypatch.setattr(sweep, "ROOT", place)
+    (one,) = sweep.load(Path("study.py"), 9)
+    kept = place.parent / "kept"
+    there = kept / one.name
+    there.mkdir(parents=True)
+    (there / "status.json").write_text('{"state": "finished"}')
+    client = MagicMock()
+    client.list_jobs.return_value = []
+    client.submit_job.side_effect = RuntimeError("the head hangs up")
+    ray = MagicMock(JobSubmissionClient=lambda address: client)
+    monkeypatch.setitem(sys.modules, "ray.job_submission", ray)
+    words = ["run", "study.py", "--launcher", "ray", "--yes", "--storage", f"file://{kept}"]
+    assert sweep.main([*words, "--again"]) == 2
+    assert capsys.readouterr().err == "error: the head hangs up\n"
+    assert one.state == "on the cluster" and not list(there.iterdir())
+    assert sweep.main(["sync", "study", "--storage", f"file://{kept}"]) == 0
+    assert one.state == "on the cluster"
+    for words in (["stop", "study", "--yes"], ["stop", one.id, "--yes"]):
+        assert sweep.main(words) == 2
+    assert capsys.readouterr().err.count("nothing that runs or waits") == 2
+
+    def nobody(address):
+        raise ValueError("no port")
+
+    ray.JobSubmissionClient = nobody
+    assert sweep.main(["run", "study.py", "--launcher", "ray", "--address", "x"]) == 2
+    assert capsys.readouterr().err == "error: --address x: no port\n"
+    monkeypatch.setitem(sys.modules, "ray.job_submission", None)
+    assert sweep.main(["run", "study.py", "--launcher", "ray"]) == 2
+    assert "ray.job_submission" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_no_orphan(place, monkeypatch):

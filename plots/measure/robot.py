@@ -206,8 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
     for task in options.tasks:
         try:
             robots.append(train(task, options, bar))
-        except ValueError as failure:
-            failures.append(str(failure))
+        except (ValueError, OSError) as failure:  # also: its time was up before a checkpoint
+            failures.append(f"{task}: {failure}")
         print(file=sys.stderr)
     if robots:
         stem = options.out / "robot"

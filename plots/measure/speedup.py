@@ -254,6 +254,7 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     """All runs of --quick or --full that --only lets through and this machine can make."""
     variants = sorted((ROOT / "leanrl").glob(f"*{VARIANT}.py"))
     scripts = [path.stem.removesuffix(VARIANT) for path in variants]
+    scripts = [script for script in scripts if script in SCRIPTS]  # not a user's copies
     if options.quick and not options.only:
         scripts = [script for script in QUICK if script in scripts]
     rows = [row for row in protocol_rows(options) if cuda or "--cudagraphs" not in ROWS[row]]

@@ -131,7 +131,7 @@ def make(
     The file is options.out/PROGRAM.json. A name's worker is the program itself, by `python`(name)
     or this Python. Returns all runs in the file, also of other lengths, and what went wrong.
     """
-    program = Path(sys.argv[0])
+    program = Path(sys.argv[0]).resolve()
     path = options.out / f"{program.stem}.json"
 
     def kept() -> list[dict]:
@@ -169,6 +169,7 @@ def make(
             with tempfile.TemporaryDirectory() as cache:
                 environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
                 environment["TMPDIR"] = cache  # where the compiler also keeps its headers
+                environment["TORCHINDUCTOR_CACHE_DIR"] = cache  # or one that the user has exported
                 environment["CUDA_VISIBLE_DEVICES"] = ""
                 status = processes.run_logged(pinned, log, go_on, environment)
             found = processes.read_log(status, log, f"{name}, {task}, seed {seed}", read)
