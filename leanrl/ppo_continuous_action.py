@@ -67,8 +67,7 @@ class Args:
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps of a rollout in each environment
     learning_rate: float = 3e-4  # learning rate of the optimizer, at first
-    desired_kl: float = 0.0  # KL divergence of a rollout's updates that the rate aims at; 0: none
-    anneal_lr: bool = True  # lower desired_kl linearly to MIN_KL; if it is 0, the rate to 0
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
@@ -82,7 +81,6 @@ class Args:
     target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
 
 
-MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
@@ -300,8 +298,6 @@ class PPO(nn.Module):
         super().__init__()
         self.args = args
         self.model = ActorCritic(obs_dim, action_dim).to(device)
-        learning_rate = torch.tensor(args.learning_rate, device=device)
-        self.register_buffer("learning_rate", learning_rate)
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
         self.optimizers = (self.optimizer,)
 
@@ -352,14 +348,6 @@ class PPO(nn.Module):
         self.optimizer.step()
         return metrics
 
-    def adapt(self, kl: Tensor, desired_kl: float) -> None:
-        """The rate for the next rollout, by how far the last one moved the policy (as rsl_rl's)."""
-        slower = kl > 2 * desired_kl
-        faster = kl < desired_kl / 2
-        self.learning_rate.div_(1 + 0.5 * slower)
-        self.learning_rate.mul_(1 + 0.5 * faster)
-        self.learning_rate.clamp_(1e-5, 1e-2)
-
     def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
         """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
@@ -397,12 +385,10 @@ def main(args: Args) -> Path:
 
     with run:
         while run.step < run.total_steps:
-            remaining = 1.0
+            learning_rate = args.learning_rate
             if args.anneal_lr:
-                remaining -= run.step / run.total_steps
-            if args.desired_kl == 0:
-                agent.learning_rate.fill_(args.learning_rate * remaining)
-            agent.optimizer.param_groups[0]["lr"] = agent.learning_rate.item()
+                learning_rate *= 1 - run.step / run.total_steps
+            agent.optimizer.param_groups[0]["lr"] = learning_rate
 
             # 1. Roll out: T steps with the policy as it is.
             noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
@@ -462,11 +448,8 @@ def main(args: Args) -> Path:
             unexplained = (batch.returns - batch.values).var()
             unexplained /= batch.returns.var().clamp(min=1e-12)
             row["losses/explained_variance"] = 1 - unexplained
-            row["charts/learning_rate"] = agent.learning_rate
+            row["charts/learning_rate"] = learning_rate
             run.log(row)
-            if args.desired_kl:
-                desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
-                agent.adapt(approx_kl, desired_kl)
 
             # 4. Save and evaluate, now and then and at the end.
             if run.due(args.checkpoint_every, at_end=args.save_model):

@@ -5,9 +5,9 @@
     python leanrl/ppo_continuous_action_async.py --learner-device cuda:0 --collector-device cuda:1
     python leanrl/ppo_continuous_action_async.py --sync             # as ppo_continuous_action.py
 
-The algorithm is that of ppo_continuous_action.py without --desired-kl. There acting and learning
-take turns; here a collector process makes the next rollout while the learner learns from the last
-one. `diff` of the two files shows what that needs:
+The algorithm is that of ppo_continuous_action.py. There acting and learning take turns; here a
+collector process makes the next rollout while the learner learns from the last one. `diff` of the
+two files shows what that needs:
 
 - `Slot`: what travels between the two, in CPU memory that both see. The learner writes weights and
   noise, the collector the rollout that it makes with them. There are two, one to be filled while

@@ -713,20 +713,6 @@ def test_epochs_end_at_the_last_minibatchs_divergence(module, monkeypatch):
     assert len(epochs) == 4
 
 
-def test_the_rate_follows_the_divergence(module):
-    """A row has the rate that its rollout was learned with; its divergence decides on the next."""
-    run_dir = train(module, total_timesteps=8 * 64, desired_kl=0.01)
-    scalars = read_scalars(run_dir)
-    rates = [value for _, value in scalars["charts/learning_rate"]]
-    expected = [3e-4]
-    for k, (_, kl) in enumerate(scalars["losses/approx_kl"]):
-        desired = max(0.01 * (1 - k / 8), 0.004)
-        factor = 1 / 1.5 if kl > 2 * desired else 1.5 if kl < desired / 2 else 1
-        expected.append(expected[-1] * factor)
-    assert len(rates) == 8 and len(set(rates)) > 3
-    assert rates == pytest.approx(expected[:-1], rel=1e-5)
-
-
 def test_a_resumed_run_goes_on_from_what_was_saved(module, capsys, monkeypatch):
     """Networks, optimizer, statistics, counters; a rate that is annealed over the longer run."""
     flags = {"num_envs": 2, "save_model": True}
@@ -742,9 +728,8 @@ def test_a_resumed_run_goes_on_from_what_was_saved(module, capsys, monkeypatch):
 
     def learned(self, *inputs):
         if not seen:
-            state, expected = dict(self.state_dict()), dict(saved["agent"])
-            del state["learning_rate"], expected["learning_rate"]  # which the step decides
-            torch.testing.assert_close(state, expected, atol=0, rtol=0)
+            state = dict(self.state_dict())
+            torch.testing.assert_close(state, dict(saved["agent"]), atol=0, rtol=0)
             states = [each.state_dict()["state"] for each in self.optimizers]
             torch.testing.assert_close(states, saved["optimizers"], atol=0, rtol=0)
         seen.append(1)
