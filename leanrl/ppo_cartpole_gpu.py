@@ -262,7 +262,10 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
-    """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
+    """Half the mean squared error of the values -> loss ().
+
+    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    """
     errors = (values - batch.returns).square()
     if clip_coef is not None:
         change = (values - batch.values).clamp(-clip_coef, clip_coef)

@@ -281,7 +281,10 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
-    """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
+    """Half the mean squared error of the values -> loss ().
+
+    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    """
     errors = (values - batch.returns).square()
     if clip_coef is not None:
         change = (values - batch.values).clamp(-clip_coef, clip_coef)
@@ -298,7 +301,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
+    # speed: a tensor: a clamp compiled with a number would keep the second value of an annealed one
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None

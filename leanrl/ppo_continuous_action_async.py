@@ -121,7 +121,10 @@ def make_envs(
     With a gamma, for training, each normalizes observations and rewards by its own statistics.
     """
 
-    def wrap(env: gym.Env) -> gym.Env:
+    def make_env(**options) -> gym.Env:
+        env = gym.make(env_id, **options)
+        if options:
+            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         actions = env.action_space
         flat_obs = len(env.observation_space.shape or ()) == 1
         if not (flat_obs and isinstance(actions, Box) and len(actions.shape) == 1):
@@ -135,17 +138,9 @@ def make_envs(
             env = gym.wrappers.TransformReward(env, lambda reward: reward.clip(-10, 10))
         return env
 
-    def make_env() -> gym.Env:
-        return wrap(gym.make(env_id))
-
-    def make_filmed_env() -> gym.Env:
-        env = gym.make(env_id, render_mode="rgb_array")
-        env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-        return wrap(env)
-
     makers = [make_env] * num_envs
     if video is not None:
-        makers[0] = make_filmed_env
+        makers[0] = lambda: make_env(render_mode="rgb_array")
     same_step = gym.vector.AutoresetMode.SAME_STEP
     return gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
 
@@ -329,7 +324,10 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
-    """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
+    """Half the mean squared error of the values -> loss ().
+
+    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    """
     errors = (values - batch.returns).square()
     if clip_coef is not None:
         change = (values - batch.values).clamp(-clip_coef, clip_coef)
@@ -351,7 +349,8 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     of_policy = policy_loss(log_ratios, batch.importance * advantages, args.clip_coef)
     value_clip = args.clip_coef if args.clip_vloss else None
     of_value = value_loss(values, batch, value_clip)
-    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
+    entropy = entropies.mean()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()

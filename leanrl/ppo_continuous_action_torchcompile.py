@@ -101,9 +101,9 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         self.gamma = gamma
         self.single_observation_space = envs[0].observation_space
         self.single_action_space = envs[0].action_space
-        self.low = envs[0].action_space.low
-        self.high = envs[0].action_space.high
-        (obs_dim,) = envs[0].observation_space.shape
+        self.low = self.single_action_space.low
+        self.high = self.single_action_space.high
+        (obs_dim,) = self.single_observation_space.shape
         shape = len(envs), obs_dim + 1
         self.x = np.zeros(shape)  # observations and, last, the discounted sum of rewards
         self.mean = np.zeros(shape)
@@ -132,9 +132,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         return normalized.clip(-10, 10)
 
     def reset(self, seed: int) -> tuple:
-        obs = []
-        for i in range(self.num_envs):
-            obs.append(self.start(i, seed + i))
+        obs = [self.start(i, seed + i) for i in range(self.num_envs)]
         return np.float32(obs), {}
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -182,7 +180,10 @@ def make_envs(
     With a gamma, for training, each normalizes observations and rewards by its own statistics.
     """
 
-    def wrap(env: gym.Env) -> gym.Env:
+    def make_env(**options) -> gym.Env:
+        env = gym.make(env_id, **options)
+        if options:
+            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         actions = env.action_space
         flat_obs = len(env.observation_space.shape or ()) == 1
         if not (flat_obs and isinstance(actions, Box) and len(actions.shape) == 1):
@@ -193,18 +194,10 @@ def make_envs(
             env = gym.wrappers.ClipAction(env)
         return env
 
-    def make_env() -> gym.Env:
-        return wrap(gym.make(env_id))
-
-    def make_filmed_env() -> gym.Env:
-        env = gym.make(env_id, render_mode="rgb_array")
-        env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-        return wrap(env)
-
     makers = [make_env] * num_envs
     if video is not None:
-        makers[0] = make_filmed_env
-    # speed: for training
+        makers[0] = lambda: make_env(render_mode="rgb_array")
+    # speed: in training, one object steps all environments
     if gamma is not None:
         envs = [make() for make in makers]
         return NormalizedVectorEnv(envs, gamma)
@@ -348,7 +341,10 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 
 
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
-    """Half the squared error, of the worse of the value and its clipped change -> loss ()."""
+    """Half the mean squared error of the values -> loss ().
+
+    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    """
     errors = (values - batch.returns).square()
     if clip_coef is not None:
         change = (values - batch.values).clamp(-clip_coef, clip_coef)
@@ -364,12 +360,13 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
+    # speed: a tensor: a clamp compiled with a number would keep the second value of an annealed one
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None
     of_value = value_loss(values, batch, value_clip)
-    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
+    entropy = entropies.mean()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()
@@ -460,7 +457,8 @@ class PPO(nn.Module):
         self.model = ActorCritic(obs_dim, action_dim).to(device)
         # speed: all parameters become views of one vector: one gradient, one norm, one step
         flat = nn.utils.parameters_to_vector(self.parameters())
-        self.flat = flat.detach().requires_grad_()  # which torch 2.11 cannot compile
+        # a leaf that is made here, because torch 2.11 cannot compile one that `update` makes
+        self.flat = flat.detach().requires_grad_()
         nn.utils.vector_to_parameters(self.flat, self.parameters())
         self.shapes = {name: each.shape for name, each in self.model.named_parameters()}
         self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
@@ -525,7 +523,7 @@ class PPO(nn.Module):
             parameters[name] = part.view(self.shapes[name])
 
         def model(obs):
-            return torch.func.functional_call(self.model, parameters, (obs,))
+            return torch.func.functional_call(self.model, parameters, obs)
 
         loss, metrics = ppo_loss(model, minibatch, self.args)
         (gradient,) = torch.autograd.grad(loss, self.flat)
@@ -660,7 +658,6 @@ def main(args: Args) -> Path:
             # 2. Learn from it in several epochs.
             with run.stage("backpropagation"):
                 total = sum(values.sum() for values in get_statistics(envs).values())
-                total = total + rollout.obs.sum() + rollout.rewards.sum()
                 if not math.isfinite(total):
                     steps = f"steps {run.step - batch_size:,} to {run.step:,}"
                     raise SystemExit(f"{steps}: observation or reward is not finite")

@@ -526,7 +526,8 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     of_policy = policy_loss(log_ratios, advantages, args.clip_coef)
     errors = (values - batch.returns).square()
     of_value = 0.5 * errors.mean() / model.return_norm.running_var[0]
-    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
+    entropy = entropies.mean()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()

@@ -538,12 +538,13 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: a tensor, because a compiled clamp would keep the second number that it meets for good
+    # speed: a tensor: a clamp compiled with a number would keep the second value of an annealed one
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     errors = (values - batch.returns).square()
     of_value = 0.5 * errors.mean() / model.return_norm.running_var[0]
-    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
+    entropy = entropies.mean()
     loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
     with torch.no_grad():
         ratios = log_ratios.exp()

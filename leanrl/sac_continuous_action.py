@@ -91,16 +91,15 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # the range of the policy's log_std, as in
 def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.VectorEnv:
     """N environments that reset in the step that ends an episode; `video` films the first one."""
 
-    def make_env() -> gym.Env:
-        return gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
-
-    def make_filmed_env() -> gym.Env:
-        env = gym.make(env_id, render_mode="rgb_array")
-        return gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+    def make_env(**options) -> gym.Env:
+        env = gym.make(env_id, **options)
+        if options:
+            env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        return gym.wrappers.RecordEpisodeStatistics(env)
 
     makers = [make_env] * num_envs
     if video is not None:
-        makers[0] = make_filmed_env
+        makers[0] = lambda: make_env(render_mode="rgb_array")
     same_step = gym.vector.AutoresetMode.SAME_STEP
     envs = gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
     actions = envs.single_action_space
