@@ -259,19 +259,18 @@ def write_json(path: Path, content: dict) -> None:
     partial.replace(path)
 
 
-def put_away(folder: Path) -> int:
-    """Moves what a former attempt has left into attempts/N -> the number of the next one."""
-    number = 1  # the first that is free, also if someone has deleted others
+def put_away(folder: Path) -> None:
+    """Moves what a former attempt has left into attempts/N, the first N that is free."""
+    if not (folder / "stdout.log").exists():
+        return
+    number = 1
     while (folder / f"attempts/{number}").exists():
         number += 1
-    if not (folder / "stdout.log").exists():
-        return number
     there = folder / f"attempts/{number}"
     there.mkdir(parents=True)
     for name in ("runs", "status.json", "stdout.log"):
         with suppress(FileNotFoundError):
             (folder / name).replace(there / name)
-    return put_away(folder)  # nothing is left to move: the next free number
 
 
 def lock(folder: Path, kind: int = fcntl.LOCK_EX):
@@ -287,13 +286,13 @@ def lock(folder: Path, kind: int = fcntl.LOCK_EX):
 
 def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     """A process, leader of its own group, that runs `variant` in its folder, from `root`'s code."""
-    attempt = put_away(variant.folder)
+    put_away(variant.folder)
     script = os.path.relpath(root / variant.script, variant.folder)
     inherited = dict(os.environ)
     inherited.pop("RAY_AUTH_TOKEN", None)
     libc = ctypes.CDLL(None)
     # Before the process begins, so that a `stop` that comes while it does is not written over.
-    variant.update(state="running", started=time.time(), attempt=attempt)
+    variant.update(state="running", started=time.time())
     try:
         with (variant.folder / "stdout.log").open("wb") as log:
             return subprocess.Popen(

@@ -216,7 +216,8 @@ def once(runs: list[Run], by: list[str] | None = None) -> list[Run]:
 
     `runs` are in the order in which they were made. Threads tell them apart if they do in `by`.
     """
-    free = (FREE_ARGS | {"threads"}) - {"seed", *(by or [])}
+    counts = {"seed", *(by or [])}
+    free = (FREE_ARGS | {"threads"}) - counts
     found = {}
     for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
         told = []
@@ -262,15 +263,16 @@ def matching(runs: list[Run], conditions: list[str]) -> list[Run]:
     """The runs with these settings, NAME=VALUE; several values of a name are alternatives."""
     wanted: dict = {}
     for condition in conditions:
-        name, equals, text = condition.partition("=")
-        if not equals:
+        if "=" not in condition:
             raise ValueError(f"--where {condition}: no NAME=VALUE")
+        name, text = condition.split("=", maxsplit=1)
         values = wanted.setdefault(setting(name, runs), [])
         values.append(None if text == "None" else text)
         with suppress(ValueError):  # numbers, true and false; all else is text
             values.append(json.loads(text.lower()))
     for name, values in wanted.items():
-        runs = [run for run in runs if name in run.settings and run.settings[name] in values]
+        with_it = [run for run in runs if name in run.settings]
+        runs = [run for run in with_it if run.settings[name] in values]
     return runs
 
 
@@ -343,7 +345,8 @@ def draw_line(ax, curves: list[tuple], kind: str, line: str, look: dict) -> None
     averaged = finished or [(x, y) for x, y, _ in curves]
     grid = union_grid([x for x, _ in averaged])
     grid = grid[grid <= min(x[-1] for x, _ in averaged)]
-    values = np.array([on_grid(grid, x, y) for x, y in averaged])
+    rows = [on_grid(grid, x, y) for x, y in averaged]
+    values = np.array(rows)
     if max(len(x) for x, *_ in curves) == 1:
         look = look | {"marker": "o"}
     ends = [(x[-1], y[-1]) for x, y, missing in curves if missing]
@@ -534,7 +537,8 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     else:
         mean_of = f"mean of the last {last or f'tenth of a run, {MEAN_OF} values at most'}"
     columns = {axis: learning(found, series, metric, axis, last) for axis in axes}
-    drawn = [run for run in once(runs, options.by) if metric in series[run.path]]
+    counted = once(runs, options.by)
+    drawn = [run for run in counted if metric in series[run.path]]
     figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", drawn)
     if not figure:
         wanted = [metric, *(axis for axis in axes if axis not in AXES)]
