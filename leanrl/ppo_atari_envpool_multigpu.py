@@ -484,7 +484,7 @@ def main(args: Args) -> Path | None:
                         break
 
             # 3. Log, on rank 0, the last minibatch's losses; clipfrac is the mean over all of them.
-            # Rewards that are not finite make losses that are not.
+            # A reward that is not finite shows in the losses.
             with run.stage("logging"):
                 gathered = [None] * WORLD_SIZE
                 dist.all_gather_object(gathered, games)

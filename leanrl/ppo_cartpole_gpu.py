@@ -93,7 +93,8 @@ class CartPole(gym.vector.VectorEnv):
 
     What `step` returns are dense tensors there, infos included: `final_obs` is the observation
     before any reset, `episode` has return and length so far, `_final_obs` and `_episode` are the
-    mask of those that ended. Nothing waits for the device; the state stays where it is, for graphs.
+    mask of those that ended. Nothing waits for the device, and `state` and `lengths` are changed in
+    place, as CUDA graphs need it. Other rewards than 1 are to be added up for `episode`, too.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}

@@ -106,7 +106,8 @@ class CartPole(gym.vector.VectorEnv):
 
     What `step` returns are dense tensors there, infos included: `final_obs` is the observation
     before any reset, `episode` has return and length so far, `_final_obs` and `_episode` are the
-    mask of those that ended. Nothing waits for the device; the state stays where it is, for graphs.
+    mask of those that ended. Nothing waits for the device, and `state` and `lengths` are changed in
+    place, as CUDA graphs need it. Other rewards than 1 are to be added up for `episode`, too.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -415,8 +416,9 @@ class PPO(nn.Module):
 
     def roll_out(self, envs, noise, starts) -> Rollout:
         """Steps of `envs`, given noise (T, N, A) and starts (T, N, O)."""
-        steps = zip(noise, starts, strict=True)
-        rows = [self.step(envs, *draws) for draws in steps]
+        rows = []
+        for noise_now, starts_now in zip(noise, starts, strict=True):
+            rows.append(self.step(envs, noise_now, starts_now))
         return default_collate(rows)  # stacks each field
 
     def prepare(self, rollout: Rollout) -> Batch:
@@ -532,7 +534,8 @@ def compile_agent(agent: PPO) -> None:
 def capture_agent(agent: PPO) -> None:
     """Rollouts and epochs replay what their third call has recorded, in the same environments.
 
-    A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
+    A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused,
+    one of the environments', such as `force`, has no effect.
     """
     recorded = dict(vars(agent.args))
     learn = CudaGraphModule(agent.learn, warmup=3)

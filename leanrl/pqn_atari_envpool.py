@@ -345,8 +345,7 @@ def main(args: Args) -> Path:
             for t in range(args.num_steps):
                 with run.stage("inference"):
                     rollout.obs[t] = torch.from_numpy(obs)
-                    draws = explores[t], random_actions[t]
-                    sample, values = agent.act(rollout.obs[t], *draws)
+                    sample, values = agent.act(rollout.obs[t], explores[t], random_actions[t])
                     actions = sample.cpu().numpy()
                 with run.stage("simulation"):
                     obs, rewards, terminated, truncated, infos = envs.step(actions)

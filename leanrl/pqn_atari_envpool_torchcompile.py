@@ -160,7 +160,7 @@ class ChannelsLastNorm(nn.LayerNorm):
         weight = self.weight.permute(1, 2, 0)
         bias = self.bias.permute(1, 2, 0)
         images = images.permute(0, 2, 3, 1)
-        images = torch.layer_norm(images, weight.shape, weight, bias)
+        images = torch.layer_norm(images, weight.shape, weight, bias, self.eps)
         return images.permute(0, 3, 1, 2)
 
 
@@ -428,9 +428,8 @@ def compile_agent(agent: PQN) -> None:
 
         for norm in (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward):
             decompositions.pop(norm.default, None)
-    for name in ("act", "update"):
-        method = getattr(agent, name)
-        setattr(agent, name, torch.compile(method, fullgraph=True))
+    agent.act = torch.compile(agent.act, fullgraph=True)
+    agent.update = torch.compile(agent.update, fullgraph=True)
 
 
 # speed: for a GPU, one launch instead of many; a third call captures, when all is compiled
@@ -518,8 +517,7 @@ def main(args: Args) -> Path:
                 with run.stage("inference"):
                     # speed: a copy for which the CPU does not wait
                     upload(torch.from_numpy(obs), rollout.obs[t])
-                    draws = explores[t], random_actions[t]
-                    sample, values = agent.act(rollout.obs[t], *draws)
+                    sample, values = agent.act(rollout.obs[t], explores[t], random_actions[t])
                     actions = sample.cpu().numpy()
                 with run.stage("simulation"):
                     obs, rewards, terminated, truncated, infos = envs.step(actions)
