@@ -641,8 +641,7 @@ def evaluate(agent: SAC, args: Args, video: Path) -> float:
     if not args.capture_video:
         video = None
     envs = make_envs(args.env_id, args.eval_episodes, video)
-    device = agent.log_alpha.device
-    noise = torch.zeros(envs.action_space.shape, device=device)
+    noise = torch.zeros(envs.action_space.shape, device=agent.log_alpha.device)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
     unseen = args.seed + 2**31  # not the states of training
