@@ -95,7 +95,8 @@ class Args:
 
 LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for the device
 STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
-LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # the range of the policy's log_std, as in CleanRL
+LOG_STD_MIN = -5.0  # of the policy, as in CleanRL
+LOG_STD_MAX = 2.0
 FIRST_ALPHA = 0.01  # temperature at first where it is tuned, for rewards that are scaled: SimbaV2's
 
 
