@@ -174,10 +174,12 @@ def work(options: argparse.Namespace) -> None:
     class Clock(BaseCallback):
         start = None
 
-        def _on_step(self) -> bool:
+        def _on_rollout_start(self) -> None:  # all rollouts before have been learned from
             if self.start is None and self.num_timesteps >= settings.steady_after:
                 self.first = self.num_timesteps
                 self.start = time.perf_counter()
+
+        def _on_step(self) -> bool:
             if self.num_timesteps % 100 < self.training_env.num_envs:  # for the parent's bar
                 print(f"{self.num_timesteps}/{steps} [", file=sys.stderr, flush=True)
             return True
