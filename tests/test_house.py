@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import ablation
 import devices
@@ -40,6 +42,30 @@ def test_field_ratios_are_within_a_round():
     assert rows[ours]["sps_steady"] == {"mean": 380, "median": 120, "min": 20, "max": 1000}
     assert rows["SBX"]["skipped"] == "no finished run"
     assert len({len(line) for line in field.cells(list(rows.values()))}) == 1
+
+
+def test_the_libraries_window_has_as_many_trainings_as_rollouts(monkeypatch, capsys):
+    library = pytest.importorskip("stable_baselines3")
+    happened = []
+    train = library.PPO.train
+
+    def recorded(self):
+        happened.append("train")
+        train(self)
+
+    def clock():
+        happened.append("clock")
+        return float(len(happened))
+
+    monkeypatch.setattr(library.PPO, "train", recorded)
+    monkeypatch.setattr(field, "time", SimpleNamespace(perf_counter=clock))
+    tiny = {"n_steps": 32, "batch_size": 32, "n_epochs": 1, "device": "cpu"}
+    settings = replace(field.PPO, theirs=tiny, steady_after=64, env_id="Pendulum-v1")
+    monkeypatch.setitem(field.ALGORITHMS, "ppo", settings)
+    told = {"worker": "stable_baselines3", "algorithm": "ppo", "steps": 5 * 32, "seed": 1}
+    field.work(argparse.Namespace(**told))
+    assert happened == ["clock", *["train"] * 2, "clock", *["train"] * 3, "clock"]
+    assert json.loads(capsys.readouterr().out)["sps_steady"] == 3 * 32 / 4
 
 
 def test_a_peers_speed_is_that_of_its_tensorboard_files(tmp_path, monkeypatch):
