@@ -19,8 +19,8 @@ minibatch takes equally many steps from each process, where one process would dr
 
 Every process has the flags and the random stream of rank 0, draws for all and uses its part. Rank 0
 alone logs, evaluates and saves; the others wait for it, for an hour at most. When a process dies,
-those on a CPU end at once with a line that says so; those that wait for a GPU torchrun ends after
-30 seconds.
+the others end: on a CPU at once, with a line that says so; one that waits for its GPU is killed by
+torchrun after 30 seconds.
 
 Its twin ppo_atari_envpool_multigpu_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: W processes, T steps of a rollout, N environments of a process, B batch, M minibatches, A
@@ -388,10 +388,10 @@ class PPO(nn.Module):
         indices = orders[RANK].view(self.args.num_minibatches, -1)
         pairs = zip(indices, shares, strict=True)
         rows = [self.update(batch, *pair) for pair in pairs]
-        metrics = {}
-        for name, values in default_collate(rows).items():
+        metrics = default_collate(rows)
+        for values in metrics.values():
             dist.all_reduce(values)
-            metrics[name] = values / WORLD_SIZE
+            values /= WORLD_SIZE
         return metrics
 
 
@@ -559,31 +559,27 @@ def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
 
 def gather(values: Tensor) -> Tensor:
     """Those of all processes, whose number is a new first dimension."""
-    everyone = [torch.empty_like(values) for _ in range(WORLD_SIZE)]
-    dist.all_gather(everyone, values)
-    return torch.stack(everyone)
+    everyone = values.new_empty(WORLD_SIZE, len(values))
+    dist.all_gather([*everyone], values)
+    return everyone
 
 
 @contextmanager
 def one_of_many(run: "Run"):
     """Around the loop: rank 0 alone keeps records, and each process ends with a line of its own."""
-    caught = catch_signals()  # on all ranks, as Run on its own
-    try:
-        with run if RANK == 0 else nullcontext():
-            try:
-                yield
-                dist.barrier()  # until rank 0 has saved, in case another one fails at its end
-            except KeyboardInterrupt:
-                raise SystemExit(f"rank {RANK}: interrupted after {run.step:,} steps") from None
-            except RuntimeError as error:  # of gloo, which has no class for its own, or of NCCL
-                if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
-                    raise
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, in the middle of this
-                raise SystemExit(f"rank {RANK}: another process is gone: {str(error)!r}") from None
-    finally:
-        dist.destroy_process_group()
-        if signal.SIGINT in caught:  # a second Ctrl-C ends it at once
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    catch_signals()  # on all ranks, as Run on its own
+    with run if RANK == 0 else nullcontext():
+        try:
+            yield
+            dist.barrier()  # until rank 0 has saved, in case another one fails at its end
+            dist.destroy_process_group()  # by all or none: on GPUs one may wait in it for others
+        except KeyboardInterrupt:
+            raise SystemExit(f"rank {RANK}: interrupted after {run.step:,} steps") from None
+        except RuntimeError as error:  # of gloo, which has no class for its own, or of NCCL
+            if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
+                raise
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, in the middle of this
+            raise SystemExit(f"rank {RANK}: another process is gone: {str(error)!r}") from None
 
 
 def evaluate(agent: PPO, args: Args, video: Path) -> float:
@@ -881,7 +877,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -922,7 +918,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

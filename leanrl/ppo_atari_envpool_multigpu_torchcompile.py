@@ -466,10 +466,10 @@ class PPO(nn.Module):
         indices = orders[RANK].view(self.args.num_minibatches, -1)
         pairs = zip(indices, shares, strict=True)
         rows = [self.update(batch, *pair) for pair in pairs]
-        metrics = {}
-        for name, values in default_collate(rows).items():
+        metrics = default_collate(rows)
+        for values in metrics.values():
             dist.all_reduce(values)
-            metrics[name] = values / WORLD_SIZE
+            values /= WORLD_SIZE
         return metrics
 
 
@@ -479,8 +479,8 @@ class PPO(nn.Module):
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
-    `main` has denormal numbers flushed to zero. The optimizer's averages for units that are never
-    active decay to such numbers, with which a CPU is ten times slower.
+    `main` flushes denormal numbers to zero: averages of units that are never active decay to such
+    numbers, with which a CPU is ten times slower.
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
@@ -563,9 +563,10 @@ def main(args: Args) -> Path | None:
 
     with one_of_many(run):
         for parameter in agent.parameters():  # equal seeds alone do not make equal weights
-            # speed: as it lies in memory, because gloo does not broadcast channels last
-            flat = parameter.data.as_strided((parameter.numel(),), (1,))
-            dist.broadcast(flat, 0)
+            # speed: a copy, because gloo does not broadcast channels last
+            data = parameter.data.contiguous()
+            dist.broadcast(data, 0)
+            parameter.data.copy_(data)
         while run.step < run.total_steps:
             learning_rate = args.learning_rate
             if args.anneal_lr:
@@ -700,31 +701,27 @@ def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
 
 def gather(values: Tensor) -> Tensor:
     """Those of all processes, whose number is a new first dimension."""
-    everyone = [torch.empty_like(values) for _ in range(WORLD_SIZE)]
-    dist.all_gather(everyone, values)
-    return torch.stack(everyone)
+    everyone = values.new_empty(WORLD_SIZE, len(values))
+    dist.all_gather([*everyone], values)
+    return everyone
 
 
 @contextmanager
 def one_of_many(run: "Run"):
     """Around the loop: rank 0 alone keeps records, and each process ends with a line of its own."""
-    caught = catch_signals()  # on all ranks, as Run on its own
-    try:
-        with run if RANK == 0 else nullcontext():
-            try:
-                yield
-                dist.barrier()  # until rank 0 has saved, in case another one fails at its end
-            except KeyboardInterrupt:
-                raise SystemExit(f"rank {RANK}: interrupted after {run.step:,} steps") from None
-            except RuntimeError as error:  # of gloo, which has no class for its own, or of NCCL
-                if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
-                    raise
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, in the middle of this
-                raise SystemExit(f"rank {RANK}: another process is gone: {str(error)!r}") from None
-    finally:
-        dist.destroy_process_group()
-        if signal.SIGINT in caught:  # a second Ctrl-C ends it at once
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    catch_signals()  # on all ranks, as Run on its own
+    with run if RANK == 0 else nullcontext():
+        try:
+            yield
+            dist.barrier()  # until rank 0 has saved, in case another one fails at its end
+            dist.destroy_process_group()  # by all or none: on GPUs one may wait in it for others
+        except KeyboardInterrupt:
+            raise SystemExit(f"rank {RANK}: interrupted after {run.step:,} steps") from None
+        except RuntimeError as error:  # of gloo, which has no class for its own, or of NCCL
+            if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
+                raise
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, in the middle of this
+            raise SystemExit(f"rank {RANK}: another process is gone: {str(error)!r}") from None
 
 
 def evaluate(agent: PPO, args: Args, video: Path) -> float:
@@ -1022,7 +1019,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -1063,7 +1060,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:
