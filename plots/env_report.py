@@ -77,7 +77,8 @@ def describe_turning(fit: dict, seconds: dict[int, float]) -> str:
         return "none"
     if turning > max(seconds):
         return f"above {max(seconds):,}"
-    return f"{turning:,.0f}" if turning > min(seconds) else "below 1"
+    least = min(seconds)
+    return f"{turning:,.0f}" if turning > least else f"below {least:,}"
 
 
 def by_threads(rows: list[dict], family: str) -> dict[int, dict[int, float]]:

@@ -93,7 +93,8 @@ def draw(record: dict):
         turning = {}
         for work, found in seconds.items():
             fit = env_report.turning_point(found)
-            turning[work] = fit and fit["turning"]
+            if fit and fit["turning"] and min(found) < fit["turning"] < max(found):
+                turning[work] = fit["turning"]
         draw_points(panels[3], turning, arm)
     for ax in panels:
         ax.set(xscale="log", yscale="log")
@@ -114,7 +115,8 @@ def draw(record: dict):
 def write(record: dict, stem: Path) -> None:
     above = [f"Work per step: {record['command']}"]
     above += run_dirs.describe(record["machine"])
-    below = ["growth: 1 is in proportion to the work, 0 not at all"]
+    below = ["growth: from an arm's least work to its most; 1 is in proportion, 0 not at all"]
+    below.append("so compare it between arms that have the same numbers of substeps")
     png, _ = curves.save(draw(record), stem)
     below.append(f"figure: {run_dirs.shown(png)}")
     run_dirs.write_report(stem, above, cells(record), below, record)

@@ -18,7 +18,7 @@ GAMMA = 0.9
 def module(monkeypatch):
     """The script, which is whole again after the test."""
     script = sac_mujoco_gpu_torchcompile
-    for name in ("mlp", "critic_loss", "actor_loss", "FIRST_ALPHA"):
+    for name in ("mlp", "critic_loss", "actor_loss"):
         monkeypatch.setattr(script, name, getattr(script, name))
     for kind, names in {
         "ReplayBuffer": ["add"],
@@ -82,9 +82,9 @@ def test_three_steps_are_summed_to_the_end_of_an_episode(module):
     assert len(endings) == 7, "each way to end at each step has come"
 
 
-def agent_of(module, obs_dim=3):
+def agent_of(module, obs_dim=3, **flags):
     torch.manual_seed(1)
-    args = module.Args(batch_size=8, num_envs=500)
+    args = module.Args(batch_size=8, num_envs=500, **flags)
     space = gym.spaces.Box(-np.ones(2, np.float32), np.ones(2, np.float32))
     return module.SAC(args, obs_dim, space, torch.device("cpu"))
 
@@ -126,6 +126,14 @@ def test_a_categorical_critic_keeps_the_mean_of_its_targets(module):
     assert loss.shape == () and log_probs.shape == (8,)
 
 
+def test_the_critics_alone_are_normalized(module):
+    returns.normalize_critics(module)
+    agent = agent_of(module)
+    kinds = [type(part) for part in agent.qf.modules()]
+    assert kinds.count(torch.nn.LayerNorm) == 2  # one network stands for both
+    assert torch.nn.LayerNorm not in [type(part) for part in agent.actor.modules()]
+
+
 def test_layers_are_normalized_and_what_is_observed_raw(module):
     returns.normalize_layers(returns.RMSNorm, module)
     agent = agent_of(module)
@@ -144,8 +152,8 @@ def test_layers_are_normalized_and_what_is_observed_raw(module):
     agent.act(observations, torch.zeros(500, 2))
     assert torch.equal(seen[1], observations)
     assert agent.scale(torch.ones(1)) < 0.9 and agent.log_alpha < -4
-    returns.take_raw_rewards(module)
-    assert agent.scale(torch.ones(1)) == 1 and agent_of(module).log_alpha == 0
+    flags = returns.take_raw_rewards(module)
+    assert agent.scale(torch.ones(1)) == 1 and agent_of(module, **flags).log_alpha == 0
 
 
 def test_a_residual_block_adds_to_what_it_is_given(module):

@@ -52,7 +52,8 @@ def commands(gpus: int) -> dict[str, list[str]]:
         if gpus:
             there = ["--collector-device", "cuda"]
             rows[f"{kind} (asynchronous, all on the GPU)"] = [*several, *there]
-    rows["variant (two processes, in turns)"] = [*several, "--sync"]
+        if kind == "variant":
+            rows["variant (two processes, in turns)"] = [*several, "--sync"]
     return rows
 
 

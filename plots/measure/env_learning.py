@@ -6,23 +6,27 @@
 After figure 7 of "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). The learner
 is ppo_cartpole_gpu.py, whose environments are replaced: by the processes of Stable-Baselines3, by
 EnvPool's threads, by tensors (its own) and by the kernel. Each kind trains with 16 environments
-and, but for processes, with 256; where there is a GPU with 4,096, too. How long rollouts and
-minibatches are goes by that number; discounting is that of RL Baselines3 Zoo for this task.
+and, but for processes, with 256; where there is a GPU with 4,096, too. Rates, epochs and
+minibatches go by that number; with 16 and 256 discounting is that of RL Baselines3 Zoo for this
+task, with 4,096 the script's.
 
-Rounds in turns, each run in a process of its own; round n has seed n. Seconds count from the first
-rollout on, imports do not. The return is the mean of the episodes that end in a rollout.
+Rounds in turns, each run in a process of its own; round n has seed n. Seconds count from the set-up
+of the run on, which makes the environments and compiles the kernel; imports do not. The return is
+the mean of the episodes that end in a rollout, over the last ten such rollouts.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of tensors      median over the rounds of steps/s divided by that of as many tensors
-    simulating      part of that window in which environments are stepped, median
+    simulating      part of that window in which environments are stepped, median; on a GPU those
+                    on the CPU also wait for their actions in it, and others are only launched
     seconds to 475  until the return is that, at which Gymnasium calls the task solved: median over
-                    the rounds, and range
-    steps to 475    environment steps until then, median
+                    the rounds that get there, and range
+    steps to 475    environment steps until then, median over the same rounds
 
 Written to --out: env_learning.md, .json, the figure env_learning and logs/. Exit status 1 if a run
 failed.
 """
 
+import importlib
 import re
 import sys
 from collections.abc import Iterable
@@ -152,6 +156,10 @@ KINDS = {  # of environments -> what makes them, and the most that one takes
     "tensors": (script.CartPole, 4096),
     "kernel": (KernelCartPole, 4096),
 }
+PACKAGES = {
+    "SB3 SubprocVecEnv": "stable_baselines3.common.env_util",
+    "EnvPool": "envpool",
+}
 
 
 def arms(numbers: Iterable[int] = SETTINGS) -> dict[str, tuple[str, int]]:
@@ -171,6 +179,8 @@ def train(name: str, seed: int, exp_name: str) -> None:
     """The worker."""
     kind, num_envs = arms()[name]
     script.CartPole, _ = KINDS[kind]
+    if kind in PACKAGES:
+        importlib.import_module(PACKAGES[kind])  # before the run's clock begins
     settings = SETTINGS[num_envs]
     script.main(script.Args(exp_name=exp_name, seed=seed, num_envs=num_envs, **settings))
 

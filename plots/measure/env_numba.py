@@ -5,18 +5,10 @@ the globals of a kernel, which is why this is a module of its own.
 """
 
 import math
-import sys
 
 import numpy as np
-
-try:
-    from numba import cuda, float32
-    from numba.cuda.random import create_xoroshiro128p_states, xoroshiro128p_uniform_float32
-except ImportError:
-    if __name__ != "__main__":
-        raise
-    print("env_numba.py needs Numba-CUDA: pip install -r requirements/study.txt", file=sys.stderr)
-    sys.exit("--help" not in sys.argv)
+from numba import cuda, float32
+from numba.cuda.random import create_xoroshiro128p_states, xoroshiro128p_uniform_float32
 
 
 @cuda.jit
@@ -83,7 +75,3 @@ class NumbaCartPole:
             self.terminated,
             self.truncated,
         )
-
-
-if __name__ == "__main__":
-    print(__doc__)  # the study, env_scaling.py, measures it

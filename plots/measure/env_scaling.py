@@ -43,8 +43,6 @@ PACKAGES = ["torch", "gymnasium", "numpy", "envpool", "stable-baselines3", "numb
 BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
 CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length
 POOL = 16  # sets of random actions, used in turn
-# it does not fit, its kernel does not compile, or its package wants another version of NumPy
-UNUSABLE = (RuntimeError, MemoryError, OSError, ValueError, ImportError, AttributeError)
 
 
 class Stepper(NamedTuple):
@@ -161,7 +159,10 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 def of_kernel(
     device_type: str, threads: int, num_envs: int, substeps: int = 1
 ) -> Iterator[Stepper]:
-    """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training."""
+    """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training.
+
+    Tensors and Numba are launched from Python there: below their turning point that is what counts.
+    """
     device = torch.device(device_type)
     envs = KernelCartPole(num_envs, device, threads_per_block=threads, substeps=substeps)
     envs.reset(seed=1)
@@ -264,8 +265,9 @@ def measure_steps(
                     row["seconds"] = time_steps(stepper, seconds)
                 median = statistics.median(row["seconds"])
                 said = f"{1e6 * median:,.1f} us"
-            except UNUSABLE as error:
-                said = row["failed"] = " ".join(str(error).split())[:200]
+            except Exception as error:  # whatever ails one arm, the others are measured
+                said = " ".join(str(error).split())[:200] or type(error).__name__
+                row["failed"] = said
             print(f"{arm.name}, {num_envs:,}: {said}", flush=True)
             rows.append(row)
             if "failed" not in row and median > slowest:

@@ -125,11 +125,16 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"    without a GPU not: {figure.needs_gpu}")
         if options.list:
             continue
-        if is_made(figure, options.out):
+        done = options.out / "logs" / f"figures-{figure.files[0]}.done"
+        if is_made(figure, options.out) and done.exists():
             print("    kept")
             continue
+        done.unlink(missing_ok=True)
         begin = time.monotonic()
-        failed += not all(make(command, options.out / "logs") for command in commands)
+        if all(make(command, options.out / "logs") for command in commands):
+            done.touch()
+        else:
+            failed += 1
         print(f"    {time.monotonic() - begin:,.0f} s")
         for name in figure.files:
             path = options.out / f"{name}.png"
@@ -139,4 +144,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    processes.start(main)
+    processes.start(main, processes.GOES_ON)

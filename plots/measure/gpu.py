@@ -143,7 +143,10 @@ def cells(results: list[dict]) -> list[list[str]]:
     return table
 
 
-def write_page(results: list[dict], problems: list[str], options: argparse.Namespace) -> None:
+def write_page(
+    results: list[dict], problems: list[str], begun: float, options: argparse.Namespace
+) -> None:
+    """What these steps have shown, which were begun at this time."""
     machine = run_dirs.measured_here(torch.get_num_threads())
     title = "A rehearsal: no number counts" if options.rehearse else "What this GPU shows"
     command = processes.call("gpu.py", options, "rehearse")
@@ -159,8 +162,9 @@ def write_page(results: list[dict], problems: list[str], options: argparse.Names
         below += short or ["nothing falls short of a record"]
     below += [f"CUDA would refuse: {line}" for line in problems]
     files = ("speedup", "breakdown", "utilization", "devices_continuous", "env_scaling")
-    made = [shown(options.out / f"{name}.md") for name in files]
-    below.append(f"records to commit, with the GPU in their names: {', '.join(made)}")
+    paths = [options.out / f"{name}.md" for name in files]
+    made = [shown(path) for path in paths if path.exists() and path.stat().st_mtime > begun]
+    below.append(f"records to commit, with the GPU in their names: {', '.join(made) or 'none'}")
     record = {"schema": 1, "machine": machine, "steps": results, "rehearsed": options.rehearse}
     run_dirs.write_report(options.out / "gpu", above, cells(results), below, record)
 
@@ -170,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny, and without a GPU")
     options = parser.parse_args(arguments)
     results = []
+    begun = time.time()
     (options.out / "speedup.json").unlink(missing_ok=True)  # of an earlier call
     with tempfile.TemporaryDirectory() as folder:
         environment = {}
@@ -188,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
         problems = set()
         for path in Path(folder).iterdir():
             problems.update(path.read_text().splitlines())
-    write_page(results, sorted(problems), options)
+    write_page(results, sorted(problems), begun, options)
     return int(any(result["status"] for result in results) or bool(problems))
 
 

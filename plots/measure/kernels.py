@@ -415,7 +415,7 @@ def main(arguments: list[str] | None = None) -> int:
     machine = run_dirs.measured_here(threads=1, packages=["triton"])
     record = {"schema": 1, "machine": machine, "rows": rows}
     above = ["Kernels per step of all environments, counted", *run_dirs.describe(machine)]
-    run_dirs.write_report(options.out / "kernels", above, cells(rows), [], record)
+    run_dirs.write_report(options.out / "kernels", above, cells(rows), [], record, labels=1)
     return processes.say_failures(failures)
 
 

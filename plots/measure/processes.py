@@ -49,9 +49,12 @@ def check_field(parser: argparse.ArgumentParser, options: argparse.Namespace, na
         parser.error(f"no {options.field_python}: `bash run.sh {name}` makes it")
 
 
-def start(main: Callable[[], int]) -> None:
+GOES_ON = "interrupted; the next call goes on from there"
+
+
+def start(main: Callable[[], int], interrupted: str = "interrupted") -> None:
     """Calls `main` and exits; signals and a closed pipe end the running child as well."""
-    run_dirs.start(main, "interrupted; what is finished is kept")
+    run_dirs.start(main, interrupted)
 
 
 # One run

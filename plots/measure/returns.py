@@ -6,8 +6,8 @@
 The variant with --compile trains on each task with each change, and without, each seed for the same
 minutes of one core: processor time, so that what else the machine does matters less, of training
 alone, without compilation and evaluations. As many runs as there are cores are made at the same
-time, a core each, and on the file of results the program goes on where it stopped. The policy is
-evaluated in Gymnasium's own environments.
+time, a core each. What is in the file of results is not made again. The policy is evaluated in
+Gymnasium's own environments.
 
     return          mean of the evaluations in the second half of a run, of which a single one may
                     be off by half; mean over the seeds, and range
@@ -67,6 +67,19 @@ def normalize_layers(norm, module) -> None:
     module.mlp = mlp
 
 
+def normalize_critics(module) -> None:
+    """The Q-networks alone (as in CrossQ and DroQ)."""
+    plain = module.mlp
+    normalize_layers(nn.LayerNorm, module)
+    normalized = module.mlp
+
+    def mlp(inputs: int, outputs: int) -> nn.Sequential:
+        make = normalized if outputs == 1 else plain
+        return make(inputs, outputs)
+
+    module.mlp = mlp
+
+
 class Block(nn.Module):
     """x + f(x), of one layer."""
 
@@ -100,10 +113,10 @@ def take_raw_observations(module) -> None:
     module.SAC.normalize = lambda self, obs: obs
 
 
-def take_raw_rewards(module) -> None:
+def take_raw_rewards(module) -> dict:
     """Rewards in their own units, and the temperature of SAC's paper at first."""
     module.SAC.scale = lambda self, rewards: rewards
-    module.FIRST_ALPHA = 1.0
+    return {"alpha": 1.0}
 
 
 # Targets
@@ -183,9 +196,10 @@ def sum_steps(count: int, module) -> None:
     module.ReplayBuffer.add = add_later
 
 
-CHANGES = {  # a patch of the module, or other flags
+CHANGES = {  # a patch of the module, which may return other flags, or these
     AS_IT_IS: {},
     "LayerNorm": partial(normalize_layers, nn.LayerNorm),
+    "LayerNorm in the critics": normalize_critics,
     "RMSNorm": partial(normalize_layers, RMSNorm),
     "residual blocks": add_blocks,
     "raw observations": take_raw_observations,
@@ -195,6 +209,8 @@ CHANGES = {  # a patch of the module, or other flags
     "batches of 256, a quarter of the updates per step": {"batch_size": 256, "utd_ratio": 1 / 16},
     "batches of 32, twice the updates per step": {"batch_size": 32, "utd_ratio": 1 / 2},
     "half of the updates per step": {"utd_ratio": 1 / 8},
+    "a third of the rates": {"q_lr": 3e-4, "policy_lr": 1e-4},
+    "buffer of 3 M": {"buffer_size": 3_000_000},
 }
 
 
@@ -204,11 +220,9 @@ CHANGES = {  # a patch of the module, or other flags
 def work(change: str, task: str, seed: int, minutes: int) -> None:
     """The worker: trains once, evaluates after each minute of training and says so."""
     script = importlib.import_module(MODULE)
-    settings = {}
-    if callable(CHANGES[change]):
-        CHANGES[change](script)
-    else:
-        settings = CHANGES[change]
+    settings = CHANGES[change]
+    if callable(settings):
+        settings = settings(script) or {}
     args = script.Args(
         exp_name=f"returns-{change}",  # so that no table of the script takes it in
         env_id=task,
@@ -290,4 +304,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    processes.start(main)
+    processes.start(main, processes.GOES_ON)

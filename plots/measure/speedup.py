@@ -32,6 +32,7 @@ import argparse
 import fnmatch
 import io
 import re
+import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -361,8 +362,8 @@ def main(arguments: list[str] | None = None) -> int:
     failures: list[str] = []
     if options.table_only:
         protocol = "table only"
-        call = "python plots/measure/speedup.py --table-only "
-        call += " ".join(map(shown, options.table_only))
+        words = ["python", "plots/measure/speedup.py", "--table-only"]
+        call = shlex.join([*words, *map(shown, options.table_only)])
         runs, skipped = read_runs(options.table_only)
         for line in skipped:
             print(f"skipped: {line}", file=sys.stderr)
@@ -385,7 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
         runs = [*kept.values(), *runs]
 
     if reason := run_dirs.incomparable(timed(runs)):
-        parser.error(f"these runs make no table: {reason}; name those that belong together")
+        processes.say_failures(failures)
+        parser.error(f"these runs make no table: {reason}; --table-only takes those that do")
     if runs:
         rows = summarize(timed(runs), protocol_rows(options))
         with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
@@ -396,4 +398,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    processes.start(main)
+    processes.start(main, "interrupted; with --full the next call goes on from there")

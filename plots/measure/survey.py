@@ -100,6 +100,8 @@ def train_library(algorithm: str) -> None:
 
     env_id = WALKER[1]
     steps = 800
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
     env = make_vec_env(env_id, 1, seed=1)
     agent = getattr(stable_baselines3, algorithm.upper())(
         "MlpPolicy",
@@ -108,7 +110,7 @@ def train_library(algorithm: str) -> None:
         learning_starts=100,
         batch_size=256,
         policy_kwargs={"net_arch": [256, 256]},
-        device="cpu",
+        device=device,
     )
     script = f"{algorithm}_continuous_action"
     folder = ROOT / "runs" / f"{env_id}__{LIBRARY}-{algorithm}__1__{int(time.time())}"
@@ -126,10 +128,10 @@ def train_library(algorithm: str) -> None:
         "command": f"plots/measure/survey.py --library {algorithm}",
         "versions": {"torch": torch.__version__},
         "threads": torch.get_num_threads(),
-        "gpu": None,
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    watch = Stopwatch(torch.device("cpu"), "trace", warmup_steps=200)
+    watch = Stopwatch(device, "trace", warmup_steps=200)
 
     def staged(stage: str, function):
         def call(*args, **kwargs):
@@ -204,4 +206,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    processes.start(main)
+    processes.start(main, processes.GOES_ON)
