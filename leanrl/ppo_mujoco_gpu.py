@@ -79,7 +79,7 @@ class Args:
     num_envs: int = 64  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # learning rate of the optimizer, at first
-    desired_kl: float = 0.03  # KL divergence of a rollout's updates that the rate aims at; 0: none
+    desired_kl: float = 0.03  # KL divergence that updates of a rollout should have; 0: fixed rate
     anneal_lr: bool = True  # lower desired_kl linearly to MIN_KL; if it is 0, the rate to 0
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
@@ -109,15 +109,10 @@ def sum_squares(x):
     return x.square().flatten(1).sum(1)
 
 
-def never(x):
-    """x (N,) -> (N,) bool: no world terminates."""
-    return torch.zeros_like(x).bool()
-
-
 def half_cheetah(s, speed, actions):
     obs = join(s.qpos[:, 1:], s.qvel)
     rewards = speed - 0.1 * sum_squares(actions)
-    return obs, rewards, never(speed)
+    return obs, rewards, False
 
 
 def walk(s, speed, actions, healthy):
@@ -146,7 +141,7 @@ def walker2d(s, speed, actions):
 def swimmer(s, speed, actions):
     obs = join(s.qpos[:, 2:], s.qvel)
     rewards = speed - 1e-4 * sum_squares(actions)
-    return obs, rewards, never(speed)
+    return obs, rewards, False
 
 
 def ant(s, speed, actions):
@@ -188,7 +183,7 @@ def humanoid(s, speed, actions):
 def humanoid_standup(s, speed, actions):
     height = s.qpos[:, 2]
     rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # Gymnasium divides by a substep
-    return observe_humanoid(s), rewards, never(speed)
+    return observe_humanoid(s), rewards, False
 
 
 def inverted_pendulum(s, speed, actions):
@@ -227,7 +222,7 @@ def reacher(s, speed, actions):
         distance[:, :2],
     )
     rewards = -distance.norm(dim=1) - sum_squares(actions)
-    return obs, rewards, never(speed)
+    return obs, rewards, False
 
 
 def pusher(s, speed, actions):
@@ -240,7 +235,7 @@ def pusher(s, speed, actions):
         s.xpos[:, -3:],
     )
     rewards = -far - 0.1 * sum_squares(actions) - 0.5 * near
-    return obs, rewards, never(speed)
+    return obs, rewards, False
 
 
 # Where an episode begins. Each of these adds noise in place to the model's usual qpos (..., nq) and
@@ -305,7 +300,9 @@ class Task(NamedTuple):
     """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
 
     `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
-    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,).
+    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,) or False. Where the task
+    `moves`, it must not depend on x, neither by qpos[:, 0] nor by a place: training sets x back to
+    0, the environment of the evaluation does not. Distances are safe.
     """
 
     judge: Callable
@@ -753,13 +750,13 @@ class CPhysics:
         self.model = model = env.model
         self.frame_skip = env.frame_skip
         self.moves = task.moves
-        # MuJoCo's own reset would hide NaN. To look for islands of bodies, which could be solved
-        # apart, gains nothing: a robot is one tree
+        # MuJoCo would reset a world that is NaN by itself, and nobody would see it. Islands are
+        # parts that could be solved apart: a robot is one part, so to search for them gains nothing
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # One of these is a clock that each part of a step reads, for timers that nobody looks at
+        # Python's mujoco installs a clock that every part of a step would read
         mujoco.mj_resetCallbacks()
-        # Forces follow from the contacts, which only an MjData of each world's own still has
+        # mj_rnePostConstraint needs a world's contacts, which only an MjData of its own keeps
         self.forces = FORCES.intersection(task.reads)
         size = 200_000 if self.forces else 20_000
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -860,7 +857,7 @@ class WarpPhysics:
                     shared = getattr(self.model, name)
                     rows = wp.zeros((num_envs, shared.shape[1]), dtype=shared.dtype)
                     setattr(self.model, name, rows)
-            mjw.set_const(self.model, self.data)
+                mjw.set_const(self.model, self.data)
 
             def run(functions):
                 for function in functions:
@@ -1023,7 +1020,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         sane = (obs.abs() < 1e6).all(1) & (rewards.abs() < 1e6)
         obs = obs.where(sane[:, None], 0)
         rewards = rewards.where(sane, 0)
-        terminated = terminated | ~sane
+        terminated = ~sane | terminated
         self.position.copy_(position)
         self.broken += (~sane).sum()
         self.returns += rewards
@@ -1077,7 +1074,9 @@ class World(MujocoEnv):
 
     def __init__(self, task, **kwargs):
         self.task = task
-        path = str(Path(task.model).resolve())
+        path = task.model  # if it is not here, Gymnasium's own of this name
+        if Path(path).exists():
+            path = str(Path(path).resolve())
         super().__init__(path, task.frame_skip, None, **kwargs)
         if not self.model.actuator_ctrllimited.all():  # Gymnasium would let them do nothing
             raise SystemExit(f"--env-id: {task.model} has an actuator without a ctrlrange")
@@ -1098,7 +1097,7 @@ class World(MujocoEnv):
         self.position = position
         actions = torch.tensor(action)[None]
         obs, rewards, terminated = self.task.judge(fields, speed, actions)
-        return obs[0].numpy(), rewards.item(), terminated.item()
+        return obs[0].numpy(), rewards.item(), bool(terminated)
 
     def step(self, action):
         self.do_simulation(action, self.frame_skip)
@@ -1401,7 +1400,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -1442,7 +1441,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

@@ -97,7 +97,7 @@ class Args:
     q_lr: float = 1e-3  # learning rate of the Q-networks and of the temperature
     policy_frequency: int = 2  # every n-th update updates the policy, once
     target_network_frequency: int = 1  # every n-th update updates the target networks
-    alpha: float = 0.2  # entropy temperature where it is not tuned, for scaled rewards
+    alpha: float = 0.01  # entropy temperature, at first where it is tuned; for scaled rewards
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
 
 
@@ -105,7 +105,6 @@ LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for
 STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
 LOG_STD_MIN = -5.0  # of the policy, as in CleanRL
 LOG_STD_MAX = 2.0
-FIRST_ALPHA = 0.01  # temperature at first where it is tuned, for rewards that are scaled: SimbaV2's
 
 
 # Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
@@ -122,15 +121,10 @@ def sum_squares(x):
     return x.square().flatten(1).sum(1)
 
 
-def never(x):
-    """x (N,) -> (N,) bool: no world terminates."""
-    return torch.zeros_like(x).bool()
-
-
 def half_cheetah(s, speed, actions):
     obs = join(s.qpos[:, 1:], s.qvel)
     rewards = speed - 0.1 * sum_squares(actions)
-    return obs, rewards, never(speed)
+    return obs, rewards, False
 
 
 def walk(s, speed, actions, healthy):
@@ -159,7 +153,7 @@ def walker2d(s, speed, actions):
 def swimmer(s, speed, actions):
     obs = join(s.qpos[:, 2:], s.qvel)
     rewards = speed - 1e-4 * sum_squares(actions)
-    return obs, rewards, never(speed)
+    return obs, rewards, False
 
 
 def ant(s, speed, actions):
@@ -201,7 +195,7 @@ def humanoid(s, speed, actions):
 def humanoid_standup(s, speed, actions):
     height = s.qpos[:, 2]
     rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # Gymnasium divides by a substep
-    return observe_humanoid(s), rewards, never(speed)
+    return observe_humanoid(s), rewards, False
 
 
 def inverted_pendulum(s, speed, actions):
@@ -240,7 +234,7 @@ def reacher(s, speed, actions):
         distance[:, :2],
     )
     rewards = -distance.norm(dim=1) - sum_squares(actions)
-    return obs, rewards, never(speed)
+    return obs, rewards, False
 
 
 def pusher(s, speed, actions):
@@ -253,7 +247,7 @@ def pusher(s, speed, actions):
         s.xpos[:, -3:],
     )
     rewards = -far - 0.1 * sum_squares(actions) - 0.5 * near
-    return obs, rewards, never(speed)
+    return obs, rewards, False
 
 
 # Where an episode begins. Each of these adds noise in place to the model's usual qpos (..., nq) and
@@ -318,7 +312,9 @@ class Task(NamedTuple):
     """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
 
     `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
-    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,).
+    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,) or False. Where the task
+    `moves`, it must not depend on x, neither by qpos[:, 0] nor by a place: training sets x back to
+    0, the environment of the evaluation does not. Distances are safe.
     """
 
     judge: Callable
@@ -521,9 +517,9 @@ class ReplayBuffer:
 
     def add(self, transitions: Batch) -> None:
         """Stores N transitions, whose fields are (N, ...)."""
-        end = self.position + self.args.num_envs
+        end = self.position + len(transitions.rewards)
         # speed: one copy, for which `cat` turns what is bool into float32
-        columns = [new.view(self.args.num_envs, -1) for new in transitions]
+        columns = [new.view(len(new), -1) for new in transitions]
         self.data[self.position : end] = torch.cat(columns, dim=1)
         self.device_size.clamp_(min=end)
         self.size = max(self.size, end)
@@ -546,7 +542,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict:
         # speed: one tensor
-        data = self.data[: self.size].to("cpu", copy=True)  # not the memory of all
+        data = self.data[: self.size].to("cpu", copy=True)  # a view would save all
         return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
@@ -641,6 +637,14 @@ def gradient_step(loss: Tensor, optimizer: Adam) -> None:
     optimizer.step(gradients)
 
 
+def take_in(mean: Tensor, variance: Tensor, seen: Tensor, share: Tensor) -> None:
+    """Running statistics (...) take in rows `seen` (N, ...) with this share (Welford, 1962)."""
+    before = seen - mean
+    mean.lerp_(seen.mean(dim=0), share)
+    products = before * (seen - mean)
+    variance.lerp_(products.mean(dim=0), share)
+
+
 class SAC(nn.Module):
     """Networks, optimizers and gradient steps, which return what is logged: {name: tensor ()}."""
 
@@ -653,14 +657,13 @@ class SAC(nn.Module):
         q_networks = [mlp(obs_dim + action_dim, 1) for _ in range(2)]
         self.qf = TwinQ(q_networks)
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
-        alpha = FIRST_ALPHA if args.autotune else args.alpha
-        log_alpha = torch.tensor([math.log(alpha)])
+        log_alpha = torch.tensor([math.log(args.alpha)])
         self.log_alpha = nn.Parameter(log_alpha)
         self.register_buffer("observed", torch.zeros(()))  # steps of all N worlds, in these means
         self.register_buffer("obs_mean", torch.zeros(obs_dim))
-        self.register_buffer("obs_square", torch.ones(obs_dim))
+        self.register_buffer("obs_variance", torch.ones(obs_dim))
         self.register_buffer("return_mean", torch.zeros(()))
-        self.register_buffer("return_square", torch.ones(()))
+        self.register_buffer("return_variance", torch.ones(()))
         returns = torch.zeros(args.num_envs)  # discounted, of each episode so far
         self.register_buffer("returns", returns, persistent=False)
         self.to(device)
@@ -674,23 +677,19 @@ class SAC(nn.Module):
         """Takes a step into the statistics: obs (N, O), rewards and ends of either kind (N,)."""
         self.observed += 1
         share = 1 / self.observed
-        self.obs_mean.lerp_(obs.mean(dim=0), share)
-        self.obs_square.lerp_(obs.square().mean(dim=0), share)
+        take_in(self.obs_mean, self.obs_variance, obs, share)
         self.returns.mul_(self.args.gamma).add_(rewards)
-        self.return_mean.lerp_(self.returns.mean(), share)
-        self.return_square.lerp_(self.returns.square().mean(), share)
+        take_in(self.return_mean, self.return_variance, self.returns, share)
         self.returns.masked_fill_(ended, 0)
 
     def normalize(self, obs: Tensor) -> Tensor:
         """obs (B, O) -> what the networks see (B, O), as in SimBa (arXiv:2410.09754)."""
-        variance = self.obs_square - self.obs_mean.square()
-        obs = (obs - self.obs_mean) * (variance.clamp(min=0) + 1e-4).rsqrt()
+        obs = (obs - self.obs_mean) * (self.obs_variance + 1e-4).rsqrt()
         return obs.clamp(-10, 10)
 
     def scale(self, rewards: Tensor) -> Tensor:
         """Rewards (B,), in deviations of discounted returns, as in SimbaV2 (arXiv:2502.15280)."""
-        variance = self.return_square - self.return_mean.square()
-        return rewards * (variance.clamp(min=0) + 1e-4).rsqrt()
+        return rewards * (self.return_variance + 1e-4).rsqrt()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""
@@ -754,8 +753,8 @@ class SAC(nn.Module):
 def compile_agent(agent: SAC) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
-    `main` has denormal numbers flushed to zero. The optimizer's averages for units that are never
-    active decay to such numbers, with which a CPU is ten times slower.
+    `main` flushes denormal numbers to zero: averages of units that are never active decay to such
+    numbers, with which a CPU is ten times slower.
     """
     on_cpu = agent.log_alpha.is_cpu
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
@@ -794,7 +793,8 @@ def compile_beside(call: Callable) -> None:
 def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
     """Acting, observing, sampling and each kind of update replay what a third call has recorded.
 
-    A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
+    A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused,
+    one of other numbers, such as `agent.target_entropy`, has no effect.
     """
     update = agent.update
     recorded = dict(vars(agent.args))
@@ -811,7 +811,8 @@ def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
     for due in product((False, True), repeat=2):  # of actor and target
         graphs[due] = capture(partial(update_in_place, *due))
 
-    def replay(batch, *due):  # graphs read rb.batch, which is this batch
+    def replay(batch, *due):
+        assert batch is rb.batch, "CUDA graphs read rb.batch: change its tensors in place"
         assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
         graphs[due]()
         return metrics
@@ -990,13 +991,13 @@ class CPhysics:
         self.model = model = env.model
         self.frame_skip = env.frame_skip
         self.moves = task.moves
-        # MuJoCo's own reset would hide NaN. To look for islands of bodies, which could be solved
-        # apart, gains nothing: a robot is one tree
+        # MuJoCo would reset a world that is NaN by itself, and nobody would see it. Islands are
+        # parts that could be solved apart: a robot is one part, so to search for them gains nothing
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # One of these is a clock that each part of a step reads, for timers that nobody looks at
+        # Python's mujoco installs a clock that every part of a step would read
         mujoco.mj_resetCallbacks()
-        # Forces follow from the contacts, which only an MjData of each world's own still has
+        # mj_rnePostConstraint needs a world's contacts, which only an MjData of its own keeps
         self.forces = FORCES.intersection(task.reads)
         size = 200_000 if self.forces else 20_000
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -1097,7 +1098,7 @@ class WarpPhysics:
                     shared = getattr(self.model, name)
                     rows = wp.zeros((num_envs, shared.shape[1]), dtype=shared.dtype)
                     setattr(self.model, name, rows)
-            mjw.set_const(self.model, self.data)
+                mjw.set_const(self.model, self.data)
 
             def run(functions):
                 for function in functions:
@@ -1260,7 +1261,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         sane = (obs.abs() < 1e6).all(1) & (rewards.abs() < 1e6)
         obs = obs.where(sane[:, None], 0)
         rewards = rewards.where(sane, 0)
-        terminated = terminated | ~sane
+        terminated = ~sane | terminated
         self.position.copy_(position)
         self.broken += (~sane).sum()
         self.returns += rewards
@@ -1314,7 +1315,9 @@ class World(MujocoEnv):
 
     def __init__(self, task, **kwargs):
         self.task = task
-        path = str(Path(task.model).resolve())
+        path = task.model  # if it is not here, Gymnasium's own of this name
+        if Path(path).exists():
+            path = str(Path(path).resolve())
         super().__init__(path, task.frame_skip, None, **kwargs)
         if not self.model.actuator_ctrllimited.all():  # Gymnasium would let them do nothing
             raise SystemExit(f"--env-id: {task.model} has an actuator without a ctrlrange")
@@ -1335,7 +1338,7 @@ class World(MujocoEnv):
         self.position = position
         actions = torch.tensor(action)[None]
         obs, rewards, terminated = self.task.judge(fields, speed, actions)
-        return obs[0].numpy(), rewards.item(), terminated.item()
+        return obs[0].numpy(), rewards.item(), bool(terminated)
 
     def step(self, action):
         self.do_simulation(action, self.frame_skip)
@@ -1638,7 +1641,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -1679,7 +1682,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

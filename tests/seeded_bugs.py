@@ -625,7 +625,7 @@ BUGS = [
     ),
     Bug(
         WORLDS,
-        "terminated = terminated | ~sane",
+        "terminated = ~sane | terminated",
         "terminated = terminated & sane",
         "test_mujoco.py::test_ends_limits_and_returns",
     ),
@@ -1460,8 +1460,8 @@ BUGS = [
     ),
     Bug(
         "leanrl/sac_mujoco_*.py",
-        "square().mean(), share)\n        self.returns.masked_fill_(ended, 0)",
-        "square().mean(), share)\n        self.returns.masked_fill_(~ended, 0)",
+        "self.returns, share)\n        self.returns.masked_fill_(ended, 0)",
+        "self.returns, share)\n        self.returns.masked_fill_(~ended, 0)",
         "test_mujoco_runs.py::test_sac_stores_and_learns_from_what_happened",
     ),
     Bug(

@@ -414,8 +414,8 @@ SAC_CALLS = [
 
 def normalized(agent, obs):
     """By SAC's statistics so far, which assert_sac_run looks at."""
-    deviation = (agent.obs_square - agent.obs_mean**2).clamp(min=0).add(1e-4).sqrt()
-    return ((obs - agent.obs_mean) / deviation).clamp(-10, 10)
+    scale = (agent.obs_variance + 1e-4).rsqrt()  # to the bit: Adam makes much of little
+    return ((obs - agent.obs_mean) * scale).clamp(-10, 10)
 
 
 def intended(agent, obs, noise):
@@ -561,11 +561,11 @@ def test_sac_stores_and_learns_from_what_happened(module, record, small_worlds, 
     happened = assert_sac_run(calls, ring)
     seen = happened.obs[:-1].double()
     torch.testing.assert_close(agent.obs_mean.double(), seen.mean((0, 1)), atol=1e-5, rtol=1e-5)
-    squares = seen.square().mean((0, 1))
-    torch.testing.assert_close(agent.obs_square.double(), squares, atol=1e-4, rtol=1e-5)
+    variances = seen.flatten(0, 1).var(0, correction=0)
+    torch.testing.assert_close(agent.obs_variance.double(), variances, atol=1e-5, rtol=1e-5)
     returns = discounted(happened, agent.args.gamma)
-    found = torch.stack([agent.return_mean, agent.return_square]).double()
-    expected = torch.stack([returns.mean(), returns.square().mean()])
+    found = torch.stack([agent.return_mean, agent.return_variance]).double()
+    expected = torch.stack([returns.mean(), returns.var(correction=0)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     kinds = happened.terminated, happened.truncated
     assert (kinds[0] & ~kinds[1]).any() and (kinds[1] & ~kinds[0]).any()
@@ -640,13 +640,14 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
     """Whose losses and gradient steps test_sac compares with the paper; observations normalized."""
     space = gym.spaces.Box(LOW.numpy(), HIGH.numpy())
     for autotune in (True, False):
-        flags = {"policy_lr": 2e-3, "q_lr": 4e-3, "tau": 0.2, "gamma": 0.9, "alpha": 0.3}
+        alpha = 0.01 if autotune else 0.3
+        flags = {"policy_lr": 2e-3, "q_lr": 4e-3, "tau": 0.2, "gamma": 0.9, "alpha": alpha}
         agents = []
         for each in (module, reference):
             torch.manual_seed(0)
             agents.append(each.SAC(each.Args(**flags, autotune=autotune), 11, space, CPU))
         mine, classic = agents
-        assert mine.log_alpha.exp().item() == pytest.approx(0.01 if autotune else 0.3)
+        assert mine.log_alpha.exp().item() == pytest.approx(alpha)
         classic.log_alpha.data.copy_(mine.log_alpha)
         means, widths = torch.linspace(-5, 20, 11), torch.logspace(-2, 2, 11)
         for _ in range(3):
@@ -662,7 +663,7 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
             inputs = batch._replace(
                 obs=normalized(mine, batch.obs),
                 next_obs=normalized(mine, batch.next_obs),
-                rewards=batch.rewards / (mine.return_square - mine.return_mean**2 + 1e-4).sqrt(),
+                rewards=batch.rewards * (mine.return_variance + 1e-4).rsqrt(),
             )
             noise, results = torch.randn(2, 16, 3), []
             for agent, seen in ((mine, batch), (classic, inputs)):
@@ -671,7 +672,7 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
                 agent.update_target()
             torch.testing.assert_close(*results)
         (weights, steps), (others, other_steps) = map(whole_state, agents)
-        for name in ("observed", "obs_mean", "obs_square", "return_mean", "return_square"):
+        for name in ("observed", "obs_mean", "obs_variance", "return_mean", "return_variance"):
             del weights[name]
         # Adam's steps are of 2e-3 and more, also where a gradient is nearly nothing
         torch.testing.assert_close((weights, steps), (others, other_steps), atol=5e-5, rtol=1e-3)
