@@ -760,7 +760,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -801,7 +801,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

@@ -13,11 +13,11 @@ two files shows what that needs:
   noise, the collector the rollout that it makes with them. There are two, one to be filled while
   the other is learned from (`--max-staleness`).
 - A rollout is thus made by weights one iteration old: one rollout with its epochs. PPO limits how
-  far an iteration moves the policy; measured from the old weights, the one in between would have
-  used that up. So the ratio is taken to the policy as it is when learning begins, and each step is
-  weighted by how much likelier its action is under that policy than under the one that took it
-  (`Batch.importance`; Hilton et al., arXiv:2110.00641). All values, those of final observations
-  too, are computed anew.
+  far an iteration moves the policy from the one that the ratio is taken to; had the ratio been
+  taken to the weights that acted, the iteration in between would have used that up. So the ratio is
+  taken to the policy as it is when learning begins, and each step is weighted by how much likelier
+  its action is under that policy than under the one that took it (`Batch.importance`; Hilton et
+  al., arXiv:2110.00641). All values, those of final observations too, are computed anew.
 - The learner draws all random numbers, and which weights make which rollout does not depend on who
   is faster: a seed repeats itself. --sync waits for each rollout; on a CPU all is then as in
   ppo_continuous_action.py, but for the last bits. On a GPU that script draws other noise.
@@ -275,6 +275,7 @@ class Slot(Rollout):
 
 def get_weights(model: nn.Module) -> Tensor:
     """All parameters in one vector on the CPU."""
+    assert not list(model.buffers()), "only parameters reach the collector"
     return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
 
 
@@ -1047,7 +1048,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -1088,7 +1089,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

@@ -319,6 +319,7 @@ class Slot(Rollout):
 
 def get_weights(model: nn.Module) -> Tensor:
     """All parameters in one vector on the CPU."""
+    assert not list(model.buffers()), "only parameters reach the collector"
     return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
 
 
@@ -471,6 +472,9 @@ class NumPyMLP:
     """
 
     def __init__(self, network: nn.Sequential):
+        kinds = [type(layer) for layer in network]
+        known = [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
+        assert kinds == known, "acting computes another network"
         self.arrays = []
         for parameter in network.parameters():
             array = parameter.detach().cpu().numpy()
@@ -1240,7 +1244,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -1281,7 +1285,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

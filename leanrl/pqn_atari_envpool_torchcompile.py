@@ -414,8 +414,8 @@ def exploration(args: Args, step: int, device: torch.device) -> Tensor:
 def compile_agent(agent: PQN) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
-    `main` has denormal numbers flushed to zero. The optimizer's averages for units that are never
-    active decay to such numbers, with which a CPU is ten times slower.
+    `main` flushes denormal numbers to zero: averages of units that are never active decay to such
+    numbers, with which a CPU is ten times slower.
     """
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
@@ -877,7 +877,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -918,7 +918,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

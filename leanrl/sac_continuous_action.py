@@ -5,7 +5,7 @@
     python leanrl/sac_continuous_action.py --resume runs/RUN        # go on from its checkpoint.pt
 
 Algorithm 1 of Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", 2018
-(arXiv:1812.05905), with CleanRL's defaults, but HalfCheetah-v5 for Hopper-v4: twin
+(arXiv:1812.05905), with CleanRL's defaults, but for HalfCheetah-v5 instead of Hopper-v4: twin
 Q-networks, automatic temperature, one update per environment step and, on every second one, two of
 the policy. The temperature step reuses the log-probabilities of the policy step. A truncated
 episode bootstraps, a terminated one does not. The updates come between action and environment step:
@@ -198,7 +198,7 @@ class ReplayBuffer:
 
     def add(self, transitions: Batch) -> None:
         """Stores N transitions, whose fields are (N, ...)."""
-        end = self.position + self.args.num_envs
+        end = self.position + len(transitions.rewards)
         for stored, new in zip(self.data, transitions, strict=True):
             new = torch.as_tensor(new, dtype=torch.float32)
             stored[self.position : end] = new
@@ -214,7 +214,7 @@ class ReplayBuffer:
     def state_dict(self) -> dict:
         data = {}
         for name, stored in self.data._asdict().items():
-            data[name] = stored[: self.size].to("cpu", copy=True)  # not the memory of all
+            data[name] = stored[: self.size].to("cpu", copy=True)  # a view would save all
         return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
@@ -732,7 +732,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -773,7 +773,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

@@ -190,7 +190,7 @@ class ReplayBuffer:
 
     def add(self, transitions: Batch) -> None:
         """Stores N transitions, whose fields are (N, ...)."""
-        end = self.position + self.args.num_envs
+        end = self.position + len(transitions.rewards)
         for stored, new in zip(self.data, transitions, strict=True):
             new = torch.as_tensor(new, dtype=torch.float32)
             stored[self.position : end] = new
@@ -206,7 +206,7 @@ class ReplayBuffer:
     def state_dict(self) -> dict:
         data = {}
         for name, stored in self.data._asdict().items():
-            data[name] = stored[: self.size].to("cpu", copy=True)  # not the memory of all
+            data[name] = stored[: self.size].to("cpu", copy=True)  # a view would save all
         return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
@@ -708,7 +708,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -749,7 +749,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

@@ -234,10 +234,10 @@ class ReplayBuffer:
 
     def add(self, transitions: Batch) -> None:
         """Stores N transitions, whose fields are (N, ...)."""
-        end = self.position + self.args.num_envs
+        end = self.position + len(transitions.rewards)
         # speed: one copy, for which the CPU does not wait: PyTorch uses pinned memory again only
         # after the copies from it
-        shape = self.args.num_envs, -1
+        shape = len(transitions.rewards), -1
         columns = [np.reshape(new, shape) for new in transitions]
         rows = np.concatenate(columns, axis=1, dtype=np.float32)
         rows = torch.from_numpy(rows)
@@ -265,7 +265,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict:
         # speed: one tensor
-        data = self.data[: self.size].to("cpu", copy=True)  # not the memory of all
+        data = self.data[: self.size].to("cpu", copy=True)  # a view would save all
         return {"position": self.position, "data": data}
 
     def load_state_dict(self, state: dict) -> None:
@@ -426,8 +426,8 @@ class TD3(nn.Module):
 def compile_agent(agent: TD3) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process.
 
-    `main` has denormal numbers flushed to zero. The optimizer's averages for units that are never
-    active decay to such numbers, with which a CPU is ten times slower.
+    `main` flushes denormal numbers to zero: averages of units that are never active decay to such
+    numbers, with which a CPU is ten times slower.
     """
     on_cpu = agent.actor.action_scale.is_cpu
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
@@ -466,7 +466,8 @@ def compile_beside(call: Callable) -> None:
 def capture_agent(agent: TD3, rb: ReplayBuffer) -> None:
     """Acting, sampling and each kind of update replay what their third call has recorded.
 
-    A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
+    A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused,
+    one of other numbers has no effect.
     """
     update = agent.update
     recorded = dict(vars(agent.args))
@@ -896,7 +897,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
     def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
         if "charts/episodic_return" in row:
             self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # in the middle, a lock would stay locked
+        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
             for tag, value in row.items():
                 self.writer.add_scalar(tag, value, step or self.step)
 
@@ -937,7 +938,7 @@ def load_checkpoint(args):  # of the run directory --resume; tensors are read wh
         made_by = found["made_by"]
         changed = set(found["args"]) ^ set(vars(args))
     except Exception:
-        raise SystemExit(f"--resume: {path} is no checkpoint of this version") from None
+        raise SystemExit(f"--resume: there is no {path} of this version") from None
     if made_by != Path(__file__).name:
         raise SystemExit(f"--resume: {path} was made by {made_by}")
     if changed:

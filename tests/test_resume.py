@@ -291,7 +291,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(module, monkeypatch):
     assert {path.name: path.read_bytes() for path in run_dir.iterdir()} == files
 
     path = run_dir / "checkpoint.pt"
-    none = f"--resume: {path} is no checkpoint of this version"
+    none = f"--resume: there is no {path} of this version"
     checkpoint, content = read_checkpoint(run_dir), path.read_bytes()
     of_before = {name: x for name, x in checkpoint.items() if name != "made_by"}
     of_before["script"] = Path(module.__file__).name  # as it was called in earlier versions
