@@ -506,6 +506,20 @@ def test_captured_epochs_agree(compiled):
         agent.learn(random_batch(reference, device), torch.randperm(256, device=device))
 
 
+def test_acting_refuses_a_network_that_it_does_not_compute(monkeypatch):
+    def mlp(inputs, outputs, gain):
+        return torch.nn.Sequential(torch.nn.Linear(inputs, 64), torch.nn.Linear(64, outputs))
+
+    for module in (variant, async_variant):
+        monkeypatch.setattr(module, "mlp", mlp)
+        agent = module.PPO(module.Args(), 3, 1, torch.device("cpu"))
+        with pytest.raises(AssertionError, match="acting computes another network"):
+            agent.publish()
+    for module in (async_baseline, async_variant):
+        with pytest.raises(AssertionError, match="only parameters reach the collector"):
+            module.get_weights(torch.nn.BatchNorm1d(3))
+
+
 def test_a_wrong_update_is_noticed():
     for flag, value in (("clip_coef", 0.01), ("max_grad_norm", 0.1), ("vf_coef", 1.0)):
         reference, agent = make_pair()

@@ -315,6 +315,22 @@ def test_actions_agree():
     torch.testing.assert_close(expected, agent.act(obs, noise), atol=1e-6, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:This module is instantiated on a machine without CUDA")
+def test_graphs_refuse_another_batch_and_other_args():
+    """They would learn from the buffer's batch, by the numbers they were captured with."""
+    args = variant.Args(buffer_size=1000)
+    agent = variant.SAC(args, OBS, ACTION_SPACE, CPU)
+    rb = variant.ReplayBuffer(args, OBS, A, CPU)
+    variant.capture_agent(agent, rb)
+    batch = rb.sample()
+    assert agent.update(batch, True, True)["losses/qf_loss"].isfinite()
+    with pytest.raises(AssertionError, match="CUDA graphs read rb.batch"):
+        agent.update(batch._replace(rewards=batch.rewards + 1), True, True)
+    args.gamma = 0.5
+    with pytest.raises(AssertionError, match="CUDA graphs keep args"):
+        agent.update(batch, True, True)
+
+
 def test_a_wrong_update_is_noticed():
     """The comparison itself: a variant with another discount or target rate must fail it."""
     for flag, value in (("gamma", 0.9), ("tau", 0.01)):
