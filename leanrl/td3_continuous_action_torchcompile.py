@@ -484,7 +484,8 @@ def capture_agent(agent: TD3, rb: ReplayBuffer) -> None:
     for actor_due in (False, True):
         graphs[actor_due] = capture(partial(update_in_place, actor_due))
 
-    def replay(batch, actor_due):  # graphs read rb.batch, which is this batch
+    def replay(batch, actor_due):
+        assert batch is rb.batch, "CUDA graphs read rb.batch: change its tensors in place"
         assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
         graphs[actor_due]()
         return metrics
