@@ -163,16 +163,13 @@ def gpu() -> str:
 FIELD = {  # algorithm -> records: of several days where there are several
     "SAC": ["sac_field_fast_cpu", "sac_field_cpu", "sac_field_avx2_cpu", "sac_field_awake_cpu"],
     "TD3": ["td3_field_cpu", "td3_field_avx2_cpu"],
-    "PPO": ["ppo_field_cpu", "ppo_field_avx2_cpu"],
+    "PPO": ["ppo_field_cpu"],
     "PPO for Atari": ["ppo_atari_field_cpu"],
     "PPO for Atari, 64 games": ["ppo_atari_64_field_cpu"],
     "PQN for Atari": ["pqn_atari_field_cpu"],
     "PPO, 64 worlds against 1": ["ppo_mujoco_field_cpu"],
     "PPO, 64 worlds each": ["ppo_mujoco_64_field_cpu"],
 }
-
-
-OLDER_WINDOW = ["ppo_field_avx2_cpu"]
 
 
 def against_others(title: str, found: dict, compiled: str) -> list[str]:
@@ -197,10 +194,9 @@ def field() -> str:
     """Against other libraries: a line per record, or two."""
     heading = ["algorithm", "vectors", "Stable-Baselines3", "SBX (JAX)", "baseline", "`--compile`"]
     table = [[*heading, "against Stable-Baselines3", "against SBX", "rounds"]]
-    for algorithm, names in FIELD.items():
+    for title, names in FIELD.items():
         for name in names:
             found = record(name)
-            title = f"{algorithm}, older window" if name in OLDER_WINDOW else algorithm
             entrants = [row["entrant"] for row in found["rows"]]
             compiled = "LeanRL compile"
             if f"{compiled}, channels last" in entrants:
@@ -212,16 +208,13 @@ def field() -> str:
     said = "Environment steps/s, and ratios of the same round: medians (and ranges) over rounds in "
     said += "turns (`*_field*_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "
     said += "with `--channels-last`, its Stable-Baselines3 on that library's own environments; PQN "
-    said += "against CleanRL's file. Threads awake: `GOMP_SPINCOUNT=100000`. The older window held "
-    said += "one training more of the other libraries than rollouts, some percent in our favour."
+    said += "against CleanRL's file. Threads awake: `GOMP_SPINCOUNT=100000`. Only our PPO "
+    said += "normalizes what it sees."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
 def ratio_with_range(ratios: list[float]) -> str:
     return f"**{statistics.median(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-SHOWN_PHYSICS = ("HalfCheetah-v5", "Humanoid-v5")
 
 
 def physics() -> str:
@@ -232,7 +225,7 @@ def physics() -> str:
     for cores in (1, 2):
         counted = "1 core" if cores == 1 else f"{cores} cores"
         table[0] += [f"{counted}: ours", "EnvPool", "against EnvPool"]
-    for task, worlds in dict.fromkeys(key[:2] for key in rows if key[0] in SHOWN_PHYSICS):
+    for task, worlds in dict.fromkeys(key[:2] for key in rows):
         line = [task, f"{worlds:,}"]
         for cores in (1, 2):
             row = rows[task, worlds, cores]
@@ -249,25 +242,28 @@ def overhead() -> str:
     rows = record("overhead_cpu")["rows"]
     means = [row["bias"]["mean"] for row in rows]
     pairs = [abs(row["bias"][end]) for row in rows for end in ("min", "max")]
-    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} rows, "
-    return f"{said}which is noise: pairs differ by up to {max(pairs):.1%} (`overhead_cpu.md`).\n"
+    said = (
+        f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} compiled scripts "
+    )
+    said += (
+        f"on a CPU. Pairs differ by up to {max(pairs):.1%}: to tell one percent takes more of them "
+    )
+    return f"{said}(`overhead_cpu.md`).\n"
 
 
 def learning() -> str:
-    """What was learned, by baseline and variant, and the minutes of a run."""
-    heading = ["environment", "algorithm", "steps", "baseline", "minutes", "variant", "minutes"]
-    table = [[*heading, "elsewhere"]]
+    """What was learned, by baseline and variant."""
+    table = [["environment", "algorithm", "steps", "baseline", "variant", "elsewhere"]]
     for algorithm, names, elsewhere in LEARNED:
         runs = []
         for name in names:
             runs += map(reached, record(f"{name}_cpu")["runs"])
         ends = [run.steps for run in runs]
-        steps = min(ends)
-        said = " to ".join(f"{end:,}" for end in sorted({steps, max(ends)}))
+        said = " to ".join(f"{end:,}" for end in sorted({min(ends), max(ends)}))
         line = [runs[0].env_id, algorithm, said]
         for variant in (False, True):
             of_one = [run for run in runs if run.variant == variant]
-            line += learned(of_one, steps) if of_one else ["-", "-"]
+            line.append(learned(of_one) if of_one else "-")
         table.append([*line, elsewhere])
     return f"{as_markdown(table, labels=2)}\n"
 
@@ -313,7 +309,7 @@ def race() -> str:
     rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
     levels = {row["task"]: row["level"] for row in found["rows"]}
     columns = [name for name in found["rows"][0] if name.startswith("after")]
-    heading = ["entrant", "vectors"]
+    heading = ["entrant", "vectors", "steps of a run"]
     for task in levels:
         heading += [task, f"minutes to {levels[task]:,}"]
     table = [heading]
@@ -322,7 +318,12 @@ def race() -> str:
         for row in found["rows"]:
             if row["entrant"] == entrant:
                 vectors |= {*row["processor"].split(", ")}
+        mine = [run for run in found["runs"] if run["entrant"] == entrant]
+        longest = max(run["minutes"] for run in mine)
+        ends = [run["evaluations"][-1] for run in mine if run["minutes"] == longest]
+        steps = sorted(made for _, made, _ in ends)
         line = [entrant, ", ".join(sorted(vectors, reverse=True))]
+        line.append(" to ".join(dict.fromkeys([in_units(steps[0]), in_units(steps[-1])])))
         for task in levels:
             row = rows.get((entrant, task))
             if row is None:
@@ -344,8 +345,8 @@ def race() -> str:
     machine = where(last | {"cpu": last["cpu"] | {"vectors": " or ".join(vectors)}})
     said = f"Returns after {', '.join(minutes[:-1])} and {minutes[-1]} minutes of processor time, "
     said += "means of the seeds, whose number is in brackets; minutes to a level are those of the "
-    said += f"first evaluation there, one in every minute or two. On {machine} (`race_cpu.md`, "
-    said += "with ranges); -: not run yet."
+    said += "first evaluation there, one in every minute or two; steps are those of all worlds. On "
+    said += f"{machine}; AVX512 is faster (`race_cpu.md`, with ranges); -: not run yet."
     return f"{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
@@ -357,41 +358,32 @@ class Reached(NamedTuple):
     steps: int
     evaluated: float | None  # the last return of an evaluation
     trained: float  # the mean of the last episodes in training
-    minutes: int
-    made: float  # steps in these minutes: of a run that was resumed there is only the first part
 
 
 def reached(run: dict) -> Reached:
     args = run["config"]["args"]
     evaluated = run.get("eval_returns")
     steps, *_ = (evaluated or run["episodic_returns"])[-1]
-    part = run["stages"]
-    seconds = part["wall_seconds"]
     return Reached(
         env_id=str(args["env_id"]),
         variant="compile" in args,
         steps=steps,
         evaluated=float(evaluated[-1][1]) if evaluated else None,
         trained=float(run["mean_return_last_10"]),
-        minutes=round(seconds / 60),
-        made=seconds * (part["sps"] if "sps" in part else part["sps_inclusive"]),  # the oldest
     )
 
 
-def learned(runs: list[Reached], steps: int) -> list[str]:
-    """Last returns, from five runs on their mean and its 95% interval; minutes of so many steps."""
+def learned(runs: list[Reached]) -> str:
+    """Last returns, from five runs on their mean and its 95% interval."""
     from curves import bootstrap
 
     evaluated = None not in [run.evaluated for run in runs]
     ends = [run.evaluated if evaluated else run.trained for run in runs]
-    minutes = [run.minutes for run in runs]
-    whole = all(run.made > 0.99 * steps for run in runs)
     said = ", ".join(map(short, ends))
     if len(ends) >= 5:
         low, high = bootstrap(np.array(ends)[:, None])
         said = f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
-    took = " to ".join(map(str, sorted({min(minutes), max(minutes)}))) if whole else "-"
-    return [said if evaluated else f"{said} in training", took]
+    return said if evaluated else f"{said} in training"
 
 
 def environments() -> str:

@@ -237,17 +237,19 @@ def test_what_is_no_run_makes_no_record(tmp_path):
     assert run["run"] == path.name
 
 
-@pytest.mark.parametrize("key", ["sps", "sps_inclusive"])
-def test_minutes_are_of_whole_runs_by_old_records_and_new_ones(key):
-    def made(steps):
-        part = {"wall_seconds": 600.0, key: steps / 600}
-        run = {"mean_return_last_10": 7.0, "stages": part, "config": config()}
-        return readme.reached(run | {"episodic_returns": [[steps, 7.0, 600.0]]})
+def test_what_was_learned_is_the_last_return():
+    def made(value, **more):
+        run = {
+            "mean_return_last_10": value,
+            "config": config(),
+            "episodic_returns": [[9, 1.0, 2.0]],
+        }
+        return readme.reached(run | more)
 
-    assert readme.learned([made(1000)], 1000) == ["7 in training", "10"]
-    for steps in ((1000, 500), (500, 1000)):
-        runs = [made(count) for count in steps]
-        assert readme.learned(runs, 1000) == ["7, 7 in training", "-"]
+    assert readme.learned([made(7.0), made(8.0)]) == "7, 8 in training"
+    evaluated = made(7.0, eval_returns=[[5, 1.0, 2.0], [9, 3.0, 4.0]])
+    assert readme.learned([evaluated]) == "3" and evaluated.steps == 9
+    assert readme.learned([made(float(k)) for k in range(5)]).startswith("2 (")
 
 
 RECORDS = {  # region: a record of it, and what that may lack
