@@ -1,6 +1,7 @@
 """Shared by all tests: the scripts as modules, the markers `slow` and `gpu`, the flag --slow."""
 
 import gc
+import os
 import signal
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "gpu" not in (config.option.markexpr or ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # others compare with the CPU; -m gpu runs those
     # an agent that is collected during another one's capture would end it; see torch.cuda.graph
     torch.compiler.config.force_cudagraph_gc = True
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if started in the background
@@ -49,10 +52,12 @@ def ctrl_c_reaches_pytest():
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels_called_from_python():
-    """Some scripts call them from C++, in their whole process: each test file starts without."""
+    """What compiled scripts set for their whole process: each test file starts without."""
     yield
     if config := sys.modules.get("torch._inductor.config"):
         config.cpp_wrapper = False
+    torch.set_float32_matmul_precision("highest")
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture

@@ -568,7 +568,7 @@ def test_graphed_runs_agree_with_eager(compiled):
     eager = read_checkpoint(train(variant, **flags, exp_name="eager"))
     graphed = read_checkpoint(train(variant, **flags, cudagraphs=True, compile=compiled))
     torch.testing.assert_close(eager["agent"], graphed["agent"], atol=1e-3, rtol=0)
-    assert torch.equal(eager["generators"][1][0], graphed["generators"][1][0])
+    assert torch.equal(eager["generators"][1], graphed["generators"][1])  # the GPU's
 
 
 # Whole runs

@@ -26,6 +26,7 @@ import importlib.util
 import io
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -694,7 +695,7 @@ def resume_damaged(lab, how):
     elif how == "empty":
         path.write_bytes(b"")
     elif how == "random":
-        path.write_bytes(os.urandom(5000))
+        path.write_bytes(random.Random(0).randbytes(5000))
     elif how == "text":
         path.write_text("hello\n" * 100)
     elif how == "zeros":
@@ -727,7 +728,7 @@ def resume_flipped(lab):
     path = lab.base() / "checkpoint.pt"
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
-    content[middle : middle + 64] = os.urandom(64)
+    content[middle : middle + 64] = random.Random(0).randbytes(64)
     path.write_bytes(content)
     before = lab.snapshot()
     outcome = lab.run(resume="runs/base", total_timesteps=128)

@@ -802,6 +802,21 @@ def test_a_resumed_ppo_goes_on_from_all_it_had(module, record, small_worlds):
 
 
 @ALL_SCRIPTS
+def test_worlds_are_randomized_also_when_a_run_goes_on(module, monkeypatch):
+    masses = []
+    init = module.MuJoCoEnvs.__init__
+
+    def noted(self, *args):
+        init(self, *args)
+        masses.append(self.physics.batch.expanded("body_mass").copy())
+
+    monkeypatch.setattr(module.MuJoCoEnvs, "__init__", noted)
+    run_dir = train(module, total_timesteps=256, randomize=0.5, save_model=True)
+    train(module, total_timesteps=512, randomize=0.5, resume=str(run_dir))
+    assert np.ptp(masses[0], axis=0).max() > 0.1 and (masses[0] == masses[1]).all()
+
+
+@ALL_SCRIPTS
 def test_the_seed_decides(module, monkeypatch):
     """Weights, starts, noise and draws: all that a run is, whatever was drawn before it."""
     one, again, other = (
@@ -856,3 +871,6 @@ def test_what_is_due_is_done(module, monkeypatch):
         assert found == [(int(x.split()[1][5:]), 7.0) for x in expected if x in evaluations]
     if not is_sac(module):
         assert_rows(series["charts/learning_rate"], [(128 * k, 0.01) for k in (1, 2, 3)])
+        rows = read_scalars(train(module, desired_kl=0.0, total_timesteps=387, exp_name="annealed"))
+        expected = [(128 * (k + 1), 0.01 * (1 - k / 3)) for k in range(3)]
+        assert_rows(rows["charts/learning_rate"], expected)

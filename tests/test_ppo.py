@@ -727,6 +727,12 @@ def test_epochs_end_at_the_last_minibatchs_divergence(module, monkeypatch):
     assert len(epochs) == 4
 
 
+def test_a_run_leaves_a_trace(module):
+    """Of a rollout after three that warm up and three that are timed."""
+    run_dir = train(module, stopwatch="trace", total_timesteps=64 * 9)
+    assert (run_dir / "trace.json.gz").stat().st_size > 1000
+
+
 def test_a_resumed_run_goes_on_from_what_was_saved(module, capsys, monkeypatch):
     """Networks, optimizer, statistics, counters; a rate that is annealed over the longer run."""
     flags = {"num_envs": 2, "save_model": True}

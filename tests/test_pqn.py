@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from fake_games import A, FakeGames, whole_games
 from test_sac import read_scalars
 from test_sac_parity import assert_hunks_are_marked, backend  # noqa: F401
@@ -186,6 +187,52 @@ def test_ten_compiled_updates_agree(float64):
     run_updates(reference, agent, 10, 1e-7)
 
 
+@SCRIPTS
+def test_an_update_is_a_clipped_step_on_the_squared_error(module, float64):
+    """From its definition, a transition at a time, and PyTorch's RAdam."""
+    torch.manual_seed(0)
+    agent = module.PQN(module.Args(learning_rate=0.01, max_grad_norm=0.5), A, CPU)
+    model = copy.deepcopy(agent.model)
+    batch = make_batch(12)
+    optimizer = torch.optim.RAdam(model.parameters(), lr=0.01)
+    for _ in range(8):
+        index = torch.randperm(12)[:6]
+        loss = 0.0
+        for i in index.tolist():
+            value = model(batch.obs[[i]])[0, batch.actions[i]]
+            loss = loss + (value - batch.returns[i]) ** 2 / 6
+        optimizer.zero_grad()
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5
+        optimizer.step()
+        found = agent.update(batch, index)
+        assert found["losses/td_loss"].item() == pytest.approx(loss.item())
+    torch.testing.assert_close(agent.model.state_dict(), model.state_dict(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("module, flags", [(baseline, ()), (variant, (False, False))])
+def test_images_become_values_as_in_the_paper(module, flags):
+    """Layer by layer, from pixels between 0 and 1: each normalized, then rectified."""
+    torch.manual_seed(0)
+    obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
+    model = module.QNetwork(A, *flags)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+        layers = [layer for layer in model.network if len(list(layer.parameters()))]
+        x = (obs.double() / 255).float()
+        for number, stride in ((0, 4), (2, 2), (4, 1)):
+            layer, norm = layers[number : number + 2]
+            x = F.conv2d(x, layer.weight, layer.bias, stride)
+            x = F.layer_norm(x, x.shape[1:], norm.weight, norm.bias).relu()
+        layer, norm = layers[6:]
+        x = F.linear(x.flatten(1), layer.weight, layer.bias)
+        x = F.layer_norm(x, (512,), norm.weight, norm.bias).relu()
+        expected = F.linear(x, model.head.weight, model.head.bias)
+        torch.testing.assert_close(model(obs), expected, atol=1e-4, rtol=1e-4)
+        assert expected.std() > 0.1
+
+
 def test_a_wrong_update_is_noticed():
     reference, agent = make_pair()
     agent.args.max_grad_norm = 0.1
@@ -213,8 +260,8 @@ def test_differing_hunks_are_marked():
 @SCRIPTS
 def test_main_does_what_it_says(module, monkeypatch):
     """A whole run beside the account of the games that it plays."""
-    pools, acts, rollouts = [], [], []
-    act, prepare = module.PQN.act, module.PQN.prepare
+    pools, acts, rollouts, epochs = [], [], [], []
+    act, prepare, learn = module.PQN.act, module.PQN.prepare, module.PQN.learn
 
     def make(*arguments, **options):
         pools.append(FakeGames(*arguments, **options))
@@ -231,7 +278,13 @@ def test_main_does_what_it_says(module, monkeypatch):
         rollouts.append((copy.deepcopy(self), copies, last_values.clone(), batch))
         return batch
 
+    def watched_learn(self, batch, order):
+        rate = self.optimizer.lr if module is variant else self.optimizer.param_groups[0]["lr"]
+        epochs.append((float(rate), batch, order.tolist()))
+        return learn(self, batch, order)
+
     monkeypatch.setattr(envpool, "make_gymnasium", make)
+    monkeypatch.setattr(module.PQN, "learn", watched_learn)
     monkeypatch.setattr(module.PQN, "act", watched_act)
     monkeypatch.setattr(module.PQN, "prepare", watched_prepare)
     rows = read_scalars(train(module, eval_every=2 * STEPS * ENVS, eval_episodes=5))
@@ -260,6 +313,12 @@ def test_main_does_what_it_says(module, monkeypatch):
         torch.testing.assert_close(rollout["values"], values, atol=1e-5, rtol=1e-5)
     explored = torch.stack([explores for count, explores, _ in acts if count == ENVS])
     assert explored[:10].float().mean() > 0.7 and explored[40:].float().mean() < 0.15
+    explored = torch.stack([explores for count, explores, _ in acts if count == 5])
+    assert explored.float().mean() < 0.1, "evaluations explore with end_e"
+    assert len(epochs) == 2 * ROLLOUTS == len({tuple(order) for *_, order in epochs})
+    for i, (rate, batch, order) in enumerate(epochs):
+        assert rate == pytest.approx(1e-3 * (1 - i // 2 / ROLLOUTS))
+        assert batch is rollouts[i // 2][3] and sorted(order) == list(range(STEPS * ENVS))
     steps = [STEPS * ENVS * (r + 1) for r in range(ROLLOUTS)]
     rates = [(step, pytest.approx(1e-3 * (1 - r / ROLLOUTS))) for r, step in enumerate(steps)]
     assert rows["charts/learning_rate"] == rates
@@ -309,6 +368,32 @@ def test_whole_runs_agree_and_go_on(backend):  # noqa: F811
         assert module.main(module.Args(**flags, save_model=True, resume=str(part))) == part
         after = checkpoint_of(part)
         assert after["global_step"] == 2 * half > before["global_step"]
+
+
+@SCRIPTS
+def test_a_resumed_run_takes_up_what_was_saved(module, monkeypatch):
+    """Weights and the optimizer's state, and games that have not been played."""
+    pools, restored = [], []
+    act = module.PQN.act
+
+    def make(*arguments, **options):
+        pools.append(FakeGames(*arguments, **options))
+        return pools[-1]
+
+    def acted(self, *inputs):
+        states = [each.state_dict()["state"] for each in self.optimizers]
+        restored.append(copy.deepcopy((dict(self.state_dict()), states)))
+        return act(self, *inputs)
+
+    monkeypatch.setattr(envpool, "make_gymnasium", make)
+    half = STEPS * ENVS * 2
+    part = train(module, total_timesteps=half, save_model=True)
+    before = checkpoint_of(part)
+    monkeypatch.setattr(module.PQN, "act", acted)
+    train(module, total_timesteps=2 * half, resume=str(part))
+    expected = dict(before["agent"]), before["optimizers"]
+    torch.testing.assert_close(restored[0], expected, atol=0, rtol=0)
+    assert pools[0].made["seed"] == 7 and pools[-1].made["seed"] == 7 + half
 
 
 @pytest.mark.gpu

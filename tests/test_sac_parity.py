@@ -4,6 +4,7 @@ import difflib
 import functools
 import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -395,6 +396,14 @@ def test_replay_returns_what_was_stored(script):
     expected = rb.sample().obs.clone()
     torch.manual_seed(0)
     assert torch.equal(other.sample().obs, expected)
+    steps = list(transitions(3, 4, seed=2))  # of a ring that is not full
+    part = script.ReplayBuffer(args, OBS, A, CPU)
+    for step in steps:
+        part.add(step)
+    grown = script.ReplayBuffer(replace(args, batch_size=1000), OBS, A, CPU)
+    grown.load_state_dict(part.state_dict())
+    known = {float(np.float32(reward)) for step in steps for reward in step.rewards}
+    assert set(grown.sample().rewards.tolist()) == known
 
 
 @pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])
