@@ -698,18 +698,26 @@ def test_differing_hunks_are_marked():
     assert_hunks_are_marked(baseline, variant)
 
 
+def assert_learned_alike(start, eager, graphed):
+    """Two agents have gone from `start` about as far, in about the same direction."""
+    moves = []
+    for agent in (eager, graphed):
+        moves.append(torch.cat([(agent[name] - start[name]).flatten() for name in start]))
+    assert torch.cosine_similarity(*moves, dim=0) > 0.9
+    assert 0.8 < (moves[1].norm() / moves[0].norm()).item() < 1.25
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [{}, {"bf16": True, "channels_last": True}], ids=str)
 def test_graphed_runs_agree_with_eager(flags):
     """Rollouts before, at and after the capture of every graph."""
     flags = flags | {"total_timesteps": 128 * 5, "save_model": True}
+    start = checkpoint_of(train(variant, **flags, learning_rate=0.0, exp_name="start"))["agent"]
     eager = checkpoint_of(train(variant, **flags, exp_name="eager"))["agent"]
     for compiled in (False, True):
         name = f"graphed-{compiled}"
         graphed = train(variant, **flags, cudagraphs=True, compile=compiled, exp_name=name)
-        for name, x in checkpoint_of(graphed)["agent"].items():
-            tolerance = 0.05 if "bf16" in flags else 1e-2
-            torch.testing.assert_close(x, eager[name], atol=tolerance, rtol=0)
+        assert_learned_alike(start, eager, checkpoint_of(graphed)["agent"])
 
 
 # Whole runs

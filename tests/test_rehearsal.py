@@ -406,7 +406,8 @@ WORLDS_ON_C = ["test_mujoco.py::test_graphed_runs_agree_with_eager"]  # Warp nee
     [
         ("test_ppo.py", "test_sac_parity.py"),
         pytest.param(("test_td3.py", "test_cartpole.py", "test_resume.py"), marks=pytest.mark.slow),
-        pytest.param(("test_sac.py", "test_atari.py", "test_multigpu.py"), marks=pytest.mark.slow),
+        pytest.param(("test_sac.py", "test_atari.py", "test_pqn.py"), marks=pytest.mark.slow),
+        pytest.param(("test_multigpu.py",), marks=pytest.mark.slow),
         pytest.param(LEARNER_ON_CUDA, marks=pytest.mark.slow),
         pytest.param(WORLDS_ON_C, marks=pytest.mark.slow),
     ],

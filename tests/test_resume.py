@@ -263,6 +263,23 @@ def test_a_graphed_run_resumes_like_an_eager_one(compiled, smooth):  # noqa: F81
     assert_resumes_like_an_eager_run({"compile": compiled, "cudagraphs": True}, smooth)
 
 
+@pytest.mark.gpu
+@SCRIPTS
+def test_a_resumed_run_draws_on_from_the_gpus_generator(module, monkeypatch):
+    found = []
+    load = module.ReplayBuffer.load_state_dict
+
+    def noted(self, state):
+        found.extend([torch.get_rng_state(), *torch.cuda.get_rng_state_all()])
+        load(self, state)
+
+    run_dir = train(module, total_timesteps=110, save_model=True, cuda=True)
+    saved = read_checkpoint(run_dir)["generators"]
+    monkeypatch.setattr(module.ReplayBuffer, "load_state_dict", noted)
+    train(module, total_timesteps=120, resume=str(run_dir), cuda=True)
+    assert len(saved) > 1 and all(map(torch.equal, found, saved))
+
+
 def assert_resumes_like_an_eager_run(flags, env_id):
     """From one checkpoint, eager on one side: only rounding may differ, and it must not grow."""
     common = {"env_id": env_id, "batch_size": 256, "save_model": True}
@@ -279,7 +296,7 @@ def assert_resumes_like_an_eager_run(flags, env_id):
         learned = (one[name] - first[name]).abs().mean()
         assert learned > 1e-4 or "action_" in name, f"{name}: nothing was learned"
         error = (one[name] - other[name]).abs().mean()
-        assert error < (1e-5 if same_draws else 0.05), f"{name} differs by {error:.1e}"
+        assert error <= (1e-5 if same_draws else learned / 10), f"{name} differs by {error:.1e}"
 
 
 @SCRIPTS

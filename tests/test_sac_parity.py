@@ -474,6 +474,31 @@ def test_graphed_updates_agree_with_eager(compiled, float64):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_captured_updates_agree(compiled, float64, monkeypatch):
+    """As the script captures them: a graph per kind of update, which reads the buffer's batch."""
+    device = torch.device("cuda")
+    reference, agent = make_pair(device)
+    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, device)
+    noise = torch.zeros(B, A, device=device)  # which the graphs read
+    monkeypatch.setattr(torch, "randn_like", lambda x: noise * 1)
+    if compiled:
+        variant.compile_agent(agent)
+    variant.capture_agent(agent, rb)
+    generator = torch.Generator().manual_seed(2)
+    for number in range(1, 41):
+        for to, new in zip(rb.batch, random_batch(generator, device), strict=True):
+            to.copy_(new)
+        noise.copy_(torch.randn(B, A, generator=generator))
+        due = number % 2 == 0, number % 3 == 0
+        expected = reference.update(rb.batch, *due)
+        found = agent.update(rb.batch, *due)
+        for tag, value in expected.items():
+            torch.testing.assert_close(found[tag], value, atol=1e-9, rtol=1e-9)
+    assert_same_state(reference, agent, 1e-9)
+
+
+@pytest.mark.gpu
 def test_graphed_draws_differ_and_cover_a_growing_buffer():
     from tensordict.nn import CudaGraphModule
 

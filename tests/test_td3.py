@@ -439,6 +439,30 @@ def test_graphed_updates_agree_with_eager(compiled, float64):
     run_updates(reference, agent, 100, 1e-9, device)
 
 
+@pytest.mark.gpu
+@COMPILED
+def test_captured_updates_agree(compiled, float64, monkeypatch):
+    """As the script captures them: a graph per kind of update, which reads the buffer's batch."""
+    device = torch.device("cuda")
+    reference, agent = make_pair(device)
+    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, device)
+    noise = torch.zeros(B, A, device=device)  # which the graphs read
+    monkeypatch.setattr(torch, "randn_like", lambda x: noise * 1)
+    if compiled:
+        variant.compile_agent(agent)
+    variant.capture_agent(agent, rb)
+    generator = torch.Generator().manual_seed(2)
+    for number in range(1, 31):
+        for to, new in zip(rb.batch, random_batch(generator, device), strict=True):
+            to.copy_(new)
+        noise.copy_(torch.randn(B, A, generator=generator))
+        expected = reference.update(rb.batch, number % 2 == 0)
+        found = agent.update(rb.batch, number % 2 == 0)
+        for tag, value in expected.items():
+            torch.testing.assert_close(found[tag], value, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(state(agent), state(reference), atol=1e-9, rtol=0)
+
+
 def test_differing_hunks_are_marked():
     assert_hunks_are_marked(baseline, variant)
 
