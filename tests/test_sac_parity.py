@@ -125,6 +125,21 @@ def run_updates(reference, agent, count, tolerance, device=CPU):
     assert_same_state(reference, agent, tolerance)
 
 
+def run_captured(reference, agent, rb, draw, dues, monkeypatch):
+    """Updates on the batch of `rb`, of each kind in `dues`; every loss must agree."""
+    noise = torch.zeros_like(rb.batch.actions)  # which the graphs read
+    monkeypatch.setattr(torch, "randn_like", lambda x: noise * 1)
+    generator = torch.Generator().manual_seed(2)
+    for due in dues:
+        for to, new in zip(rb.batch, draw(generator, noise.device), strict=True):
+            to.copy_(new)
+        noise.copy_(torch.randn(noise.shape, generator=generator))
+        expected = reference.update(rb.batch, *due)
+        found = agent.update(rb.batch, *due)
+        for tag, value in expected.items():
+            torch.testing.assert_close(found[tag], value, atol=1e-9, rtol=1e-9)
+
+
 def test_one_update_agrees():
     reference, agent = make_pair()
     assert_same_state(reference, agent, 0.0)
@@ -480,21 +495,11 @@ def test_captured_updates_agree(compiled, float64, monkeypatch):
     device = torch.device("cuda")
     reference, agent = make_pair(device)
     rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, device)
-    noise = torch.zeros(B, A, device=device)  # which the graphs read
-    monkeypatch.setattr(torch, "randn_like", lambda x: noise * 1)
     if compiled:
         variant.compile_agent(agent)
     variant.capture_agent(agent, rb)
-    generator = torch.Generator().manual_seed(2)
-    for number in range(1, 41):
-        for to, new in zip(rb.batch, random_batch(generator, device), strict=True):
-            to.copy_(new)
-        noise.copy_(torch.randn(B, A, generator=generator))
-        due = number % 2 == 0, number % 3 == 0
-        expected = reference.update(rb.batch, *due)
-        found = agent.update(rb.batch, *due)
-        for tag, value in expected.items():
-            torch.testing.assert_close(found[tag], value, atol=1e-9, rtol=1e-9)
+    dues = [(number % 2 == 0, number % 3 == 0) for number in range(1, 41)]
+    run_captured(reference, agent, rb, random_batch, dues, monkeypatch)
     assert_same_state(reference, agent, 1e-9)
 
 

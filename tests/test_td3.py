@@ -16,7 +16,12 @@ import numpy as np
 import pytest
 import torch
 from test_sac import assert_loop, read_scalars
-from test_sac_parity import WITHOUT_OR_COMPILED, assert_hunks_are_marked, backend  # noqa: F401
+from test_sac_parity import (  # noqa: F401
+    WITHOUT_OR_COMPILED,
+    assert_hunks_are_marked,
+    backend,
+    run_captured,
+)
 
 from leanrl import td3_continuous_action as baseline
 from leanrl import td3_continuous_action_torchcompile as variant
@@ -446,20 +451,11 @@ def test_captured_updates_agree(compiled, float64, monkeypatch):
     device = torch.device("cuda")
     reference, agent = make_pair(device)
     rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, device)
-    noise = torch.zeros(B, A, device=device)  # which the graphs read
-    monkeypatch.setattr(torch, "randn_like", lambda x: noise * 1)
     if compiled:
         variant.compile_agent(agent)
     variant.capture_agent(agent, rb)
-    generator = torch.Generator().manual_seed(2)
-    for number in range(1, 31):
-        for to, new in zip(rb.batch, random_batch(generator, device), strict=True):
-            to.copy_(new)
-        noise.copy_(torch.randn(B, A, generator=generator))
-        expected = reference.update(rb.batch, number % 2 == 0)
-        found = agent.update(rb.batch, number % 2 == 0)
-        for tag, value in expected.items():
-            torch.testing.assert_close(found[tag], value, atol=1e-9, rtol=1e-9)
+    dues = [(number % 2 == 0,) for number in range(1, 31)]
+    run_captured(reference, agent, rb, random_batch, dues, monkeypatch)
     torch.testing.assert_close(state(agent), state(reference), atol=1e-9, rtol=0)
 
 
