@@ -430,8 +430,8 @@ def main(args: Args) -> Path:
                     if args.target_kl is not None and approx_kl > args.target_kl:
                         break
 
-            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them. Rewards
-            # that are not finite make losses that are not.
+            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
+            # A reward that is not finite shows in the losses.
             row = {tag: values[-1] for tag, values in metrics.items()}
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()
             unexplained = (batch.returns - batch.values).var()

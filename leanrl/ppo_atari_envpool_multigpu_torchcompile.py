@@ -464,8 +464,7 @@ class PPO(nn.Module):
         """
         shares = normalize(advantages, orders, self.args)[RANK]
         indices = orders[RANK].view(self.args.num_minibatches, -1)
-        pairs = zip(indices, shares, strict=True)
-        rows = [self.update(batch, *pair) for pair in pairs]
+        rows = [self.update(batch, *pair) for pair in zip(indices, shares, strict=True)]
         metrics = default_collate(rows)
         for values in metrics.values():
             dist.all_reduce(values)

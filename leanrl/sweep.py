@@ -631,9 +631,8 @@ def stop(options: argparse.Namespace) -> int:
     """Tells those who run them, by status.json, and waits until they have ended."""
     told = {"waiting": "stopped", "running": "stopping", "stopping": "stopping"}
     found = []
-    for variant in known(options.prefix):
-        # not of an ID alone: `stop a` would end some runs of every group
-        if variant.state in told and variant.name.startswith(options.prefix):
+    for variant in known(""):  # not by an ID alone: `stop a` would end some runs of every group
+        if variant.name.startswith(options.prefix) and variant.state in told:
             found.append(variant)
     if not found:
         raise SweepError(f"nothing that runs or waits is called {options.prefix!r}...")

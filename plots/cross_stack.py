@@ -63,9 +63,8 @@ def read(path: Path, steps: int) -> dict:
         raise ValueError("does not exist")
     if path.suffix != ".gz":
         if path.is_dir():
-            path = last_part(path)
-        if "traceEvents" in run_dirs.read_json(path):
-            raise ValueError("is a trace that is not compressed: gzip it")
+            parts = run_dirs.parts(path, "stages")
+            path = parts[max(parts)]
         report = read_report(path)
         if not report["env_steps"]:
             raise ValueError("has no step in its steady window: the run ended before")
@@ -82,14 +81,6 @@ def read(path: Path, steps: int) -> dict:
         "stages": seconds,
         "trace": trace | {"env_steps": steps, "inflation": None},
     }
-
-
-def last_part(folder: Path) -> Path:
-    """A run's report: where it was resumed after N steps, stages_N.json."""
-    found = {0: folder / "stages.json"}
-    for path in folder.glob("stages_[0-9]*.json"):
-        found[int(path.stem.removeprefix("stages_"))] = path
-    return found[max(found)]
 
 
 def table(stages: dict[str, dict[str, float]]) -> list[list[str]]:

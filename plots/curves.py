@@ -529,6 +529,7 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     metric = options.metric
     last = options.last
     axes = list(AXES) if options.x is None else [options.x]
+    runs = once(runs, options.by)
     series = {run.path: run.series([metric, *axes]) for run in runs}
     found = groups(runs, options.by)
     what = metric.rpartition("/")[2].replace("_", " ")
@@ -537,8 +538,7 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     else:
         mean_of = f"mean of the last {last or f'tenth of a run, {MEAN_OF} values at most'}"
     columns = {axis: learning(found, series, metric, axis, last) for axis in axes}
-    counted = once(runs, options.by)
-    drawn = [run for run in counted if metric in series[run.path]]
+    drawn = [run for run in runs if metric in series[run.path]]
     figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", drawn)
     if not figure:
         wanted = [metric, *(axis for axis in axes if axis not in AXES)]

@@ -242,13 +242,9 @@ def overhead() -> str:
     rows = record("overhead_cpu")["rows"]
     means = [row["bias"]["mean"] for row in rows]
     pairs = [abs(row["bias"][end]) for row in rows for end in ("min", "max")]
-    said = (
-        f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} compiled scripts "
-    )
-    said += (
-        f"on a CPU. Pairs differ by up to {max(pairs):.1%}: to tell one percent takes more of them "
-    )
-    return f"{said}(`overhead_cpu.md`).\n"
+    said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} compiled "
+    said += f"scripts on a CPU. Pairs differ by up to {max(pairs):.1%}: to tell one percent takes "
+    return f"{said}more of them (`overhead_cpu.md`).\n"
 
 
 def learning() -> str:

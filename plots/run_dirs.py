@@ -386,6 +386,8 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
 def read_report(path: Path) -> dict:
     """A stopwatch's report, whose numbers are finite or unknown; ValueError says what is wrong."""
     report = read_json(path)
+    if "traceEvents" in report:
+        raise ValueError("is a trace that is not compressed: gzip it")
     check_numbers(report, f"{path.name}:")
     return report
 
@@ -414,15 +416,10 @@ def read_run(path: Path, whole: bool = True) -> Run:
     if named and foreign and not whole:
         args = {"env_id": named[1], "exp_name": named[2], "seed": int(named[3])}
         return CleanRLRun(path, {"args": args}, {})
-    starts = {0}
-    for file in path.glob("config_*.json"):
-        step = file.stem.removeprefix("config_")
-        if step.isdecimal():
-            starts.add(int(step))
     ended = False
     problems = []
     begun = []
-    for before in sorted(starts, reverse=True):
+    for before in sorted(parts(path, "config"), reverse=True):
         try:
             run = read_part(path, before)
         except ValueError as problem:
@@ -442,6 +439,16 @@ def read_run(path: Path, whole: bool = True) -> Run:
     if problems:
         raise problems[0]
     raise ValueError("ended before its warm-up did: no steady steps/s")
+
+
+def parts(folder: Path, name: str) -> dict[int, Path]:
+    """{steps before: file}: NAME.json of a run and, where it was resumed, NAME_STEP.json."""
+    found = {0: folder / f"{name}.json"}
+    for path in folder.glob(f"{name}_*.json"):
+        step = path.stem.removeprefix(f"{name}_")
+        if step.isdecimal():
+            found[int(step)] = path
+    return found
 
 
 def read_part(path: Path, before: int) -> Run:

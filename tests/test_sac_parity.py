@@ -125,13 +125,20 @@ def run_updates(reference, agent, count, tolerance, device=CPU):
     assert_same_state(reference, agent, tolerance)
 
 
-def run_captured(reference, agent, rb, draw, dues, monkeypatch):
-    """Updates on the batch of `rb`, of each kind in `dues`; every loss must agree."""
+def run_captured(variant, reference, agent, draw, dues, compiled, monkeypatch):
+    """Updates on a buffer's batch, captured, of each kind in `dues`; every loss must agree."""
+    device = next(agent.parameters()).device
+    generator = torch.Generator().manual_seed(2)
+    batch = draw(generator, device)
+    sizes = batch.obs.shape[1], batch.actions.shape[1]
+    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), *sizes, device)
+    if compiled:
+        variant.compile_agent(agent)
+    variant.capture_agent(agent, rb)
     noise = torch.zeros_like(rb.batch.actions)  # which the graphs read
     monkeypatch.setattr(torch, "randn_like", lambda x: noise * 1)
-    generator = torch.Generator().manual_seed(2)
     for due in dues:
-        for to, new in zip(rb.batch, draw(generator, noise.device), strict=True):
+        for to, new in zip(rb.batch, draw(generator, device), strict=True):
             to.copy_(new)
         noise.copy_(torch.randn(noise.shape, generator=generator))
         expected = reference.update(rb.batch, *due)
@@ -492,15 +499,10 @@ def test_graphed_updates_agree_with_eager(compiled, float64):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_captured_updates_agree(compiled, float64, monkeypatch):
     """As the script captures them: a graph per kind of update, which reads the buffer's batch."""
-    device = torch.device("cuda")
-    reference, agent = make_pair(device)
-    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, device)
-    if compiled:
-        variant.compile_agent(agent)
-    variant.capture_agent(agent, rb)
     dues = [(number % 2 == 0, number % 3 == 0) for number in range(1, 41)]
-    run_captured(reference, agent, rb, random_batch, dues, monkeypatch)
-    assert_same_state(reference, agent, 1e-9)
+    pair = make_pair(torch.device("cuda"))
+    run_captured(variant, *pair, random_batch, dues, compiled, monkeypatch)
+    assert_same_state(*pair, 1e-9)
 
 
 @pytest.mark.gpu

@@ -448,14 +448,9 @@ def test_graphed_updates_agree_with_eager(compiled, float64):
 @COMPILED
 def test_captured_updates_agree(compiled, float64, monkeypatch):
     """As the script captures them: a graph per kind of update, which reads the buffer's batch."""
-    device = torch.device("cuda")
-    reference, agent = make_pair(device)
-    rb = variant.ReplayBuffer(variant.Args(buffer_size=1000), OBS, A, device)
-    if compiled:
-        variant.compile_agent(agent)
-    variant.capture_agent(agent, rb)
     dues = [(number % 2 == 0,) for number in range(1, 31)]
-    run_captured(reference, agent, rb, random_batch, dues, monkeypatch)
+    reference, agent = make_pair(torch.device("cuda"))
+    run_captured(variant, reference, agent, random_batch, dues, compiled, monkeypatch)
     torch.testing.assert_close(state(agent), state(reference), atol=1e-9, rtol=0)
 
 

@@ -18,7 +18,6 @@ Written to plots/out/: growth.md, .json, a figure, and logs/. Exit status 1 if a
 import argparse
 import fnmatch
 import importlib
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -82,9 +81,9 @@ def work(point: dict, seed: int) -> None:
     if point["entrant"] == "compile":
         suffix = run_dirs.VARIANT
         flags["compile"] = True
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the script sets it, told --compile
+        sys.argv.append("--compile")  # by which the variant decides how OpenMP's threads wait
     module = importlib.import_module(f"leanrl.sac_continuous_action{suffix}")
-    nn = module.nn  # torch is not imported before: OpenMP reads then what was set above
+    nn = module.nn  # torch is not imported before: the variant sets what OpenMP reads then
 
     def mlp(inputs: int, outputs: int) -> nn.Sequential:
         return nn.Sequential(

@@ -123,8 +123,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     rows = ["baseline", "compile+cudagraphs" if cuda else "compile"]
     jobs = []
-    known = speedup.SCRIPTS | speedup.ON_A_GPU if cuda else speedup.SCRIPTS
-    for script, lengths in sorted(known.items()):
+    for script, lengths in sorted(speedup.lengths_of_all(cuda).items()):
         length = "quick" if lengths.quick else "traced"
         jobs += speedup.make_jobs([script], rows, options.seeds, length, cuda=cuda)
     jobs = [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", options.only)]

@@ -75,7 +75,7 @@ def train(task: str, options: argparse.Namespace, bar) -> dict:
 
     limit = 60 * options.minutes * 1.5 if options.minutes else math.inf
     log = options.out / f"logs/robot-{task}.log"
-    run = processes.run_and_read(command, log, progress, task, limit=limit)
+    run = processes.run_and_read(command, log, progress, "the run", limit=limit)
     if len(shots) < len(options.film):
         keep(run.path / "checkpoint.pt")
     found = run_dirs.read_metric(run.path, EVALUATED)

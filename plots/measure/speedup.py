@@ -96,6 +96,10 @@ ON_A_GPU = {  # in their place: a row that is captured would be over in less tha
 }
 
 
+def lengths_of_all(cuda: bool) -> dict[str, Lengths]:
+    return SCRIPTS | ON_A_GPU if cuda else SCRIPTS
+
+
 class Job(NamedTuple):
     """A run to make: its row of the table, its command and its length."""
 
@@ -221,7 +225,7 @@ def make_jobs(
 ) -> list[Job]:
     """Round by round, so that rows take turns; `length` is that of Lengths, or full."""
     jobs = []
-    known = SCRIPTS | ON_A_GPU if cuda else SCRIPTS
+    known = lengths_of_all(cuda)
     for seed in range(1, seeds + 1):
         for script in scripts:
             lengths = known[script]
