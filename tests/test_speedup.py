@@ -368,10 +368,10 @@ def test_a_signal_ends_the_running_child(number, tmp_path):
     )
     parent = (
         f"import sys; sys.path.append({str(ROOT / 'plots/measure')!r})\n"
-        "import signal, processes; from pathlib import Path\n"
+        "import signal, processes, run_dirs; from pathlib import Path\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"command, log = [sys.executable, '-c', {child!r}], Path({str(log)!r})\n"
-        "processes.start(lambda: processes.run_logged(command, log, print))\n"
+        "run_dirs.start(lambda: processes.run_logged(command, log, print))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
     deadline = time.time() + 60
@@ -414,7 +414,7 @@ def test_one_bar_names_run_speed_and_return_and_ends_full(tmp_path, capsys):
 def test_a_closed_pipe_is_no_traceback():
     """More than a pipe holds, and as little as Python flushes only at its end."""
     for length in (10**6, 10):
-        code = f"import processes; processes.start(lambda: print('x' * {length}))"
+        code = f"import processes, run_dirs; run_dirs.start(lambda: print('x' * {length}))"
         command = f'{sys.executable} -c "{code}" | true; echo ${{PIPESTATUS[0]}}'
         folder = ROOT / "plots/measure"
         done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)

@@ -319,4 +319,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    processes.start(main)
+    run_dirs.start(main)

@@ -144,4 +144,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    processes.start(main, processes.GOES_ON)
+    run_dirs.start(main, processes.GOES_ON)

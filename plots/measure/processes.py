@@ -23,7 +23,6 @@ import tqdm
 
 PLOTS = Path(__file__).resolve().parents[1]
 sys.path += [str(PLOTS), str(PLOTS.parent)]
-import run_dirs  # noqa: E402
 from run_dirs import ROOT, Run, differences, read_run, shown, this_machine  # noqa: E402
 
 # The command line
@@ -50,11 +49,6 @@ def check_field(parser: argparse.ArgumentParser, options: argparse.Namespace, na
 
 
 GOES_ON = "interrupted; the next call goes on from there"
-
-
-def start(main: Callable[[], int], interrupted: str = "interrupted") -> None:
-    """Calls `main` and exits; signals and a closed pipe end the running child as well."""
-    run_dirs.start(main, interrupted)
 
 
 # One run

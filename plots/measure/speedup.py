@@ -402,4 +402,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    processes.start(main, "interrupted; with --full the next call goes on from there")
+    run_dirs.start(main, "interrupted; with --full the next call goes on from there")
