@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
@@ -698,7 +698,7 @@ def main(args: Args) -> Path:
                         row[tag] = values[-1]  # of the last minibatch, of all for clipfrac
                     row["losses/clipfrac"] = torch.cat(clipfracs).mean()
                 agent.model.observe(batch)
-                known = rollout.ended & rollout.episode_returns.isfinite()  # not the first ones
+                known = rollout.ended & rollout.episode_returns.isfinite()  # the first are NaN
                 returns = rollout.episode_returns[known]  # waits for the device
                 lengths = rollout.episode_lengths[known]
 
@@ -740,7 +740,7 @@ FORCES = {"cacc", "cfrc_int", "cfrc_ext"}
 
 
 class CPhysics:
-    """N worlds in MuJoCo's C engine: on the CPU, in float64, its own batch with a thread per core.
+    """N worlds in mujoco.batch, MuJoCo's C engine in a thread per core: on the CPU, in float64.
 
     `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`. Fields
     of the model in `factors` are multiplied by them, (N, ...), for each world.
@@ -768,9 +768,6 @@ class CPhysics:
         for name, factor in factors.items():
             self.batch.expand(name)[:] *= factor.numpy()
         self.batch.set_const()
-        self.ctrl = self.batch.bind("ctrl")
-        self.qpos = self.batch.bind("qpos")
-        self.qvel = self.batch.bind("qvel")
         self.data = mujoco.MjData(model)
         self.state = SimpleNamespace()
         self.copies = []
@@ -781,16 +778,16 @@ class CPhysics:
             field = torch.zeros_like(array, dtype=torch.float32, device=device)
             self.copies.append((field, array))
             setattr(self.state, name, field)
-        self.overflow = torch.zeros(num_envs, device=device)  # it has room for all contacts
+        self.overflow = torch.zeros(num_envs, device=device)  # the C engine drops no contacts
 
     def step(self, actions):
         """A frame skip of substeps with actions (N, A); if the task moves, x is set to 0 first."""
         if self.moves:
-            self.qpos[:, 0] = 0
-        self.ctrl[:] = actions.cpu()
+            self.batch.qpos[:, 0] = 0
+        self.batch.ctrl[:] = actions.cpu()
         self.batch.step(nstep=self.frame_skip)
         if self.forces:
-            for i in range(len(self.qpos)):
+            for i in range(self.batch.nsim):
                 self.batch.get_data(i, self.data)
                 mujoco.mj_rnePostConstraint(self.model, self.data)
                 for name in self.forces:
@@ -803,8 +800,8 @@ class CPhysics:
         if len(ids) == 0:
             return
         self.batch.reset(ids, stage=mujoco.mjtStage.mjSTAGE_NONE)
-        self.qpos[ids] = qpos[ids].cpu()
-        self.qvel[ids] = qvel[ids].cpu()
+        self.batch.qpos[ids] = qpos[ids].cpu()
+        self.batch.qvel[ids] = qvel[ids].cpu()
         self.batch.forward(ids)
         self.copy()
 
@@ -814,11 +811,11 @@ class CPhysics:
             field.copy_(array)
 
 
-# Where an episode begins, kinematics, com_pos and com_vel suffice for these; FORCES are 0 there. A
-# task that reads anything else needs all of `forward`
-QUICK = FORCES | {"xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos"}
-QUICK |= {"site_xmat", "subtree_com", "cinert", "cvel"}
-# What set_const derives from the fields that `randomize` multiplies; it needs a row for each world
+# Where an episode begins, kinematics suffice for these; FORCES are 0 there. A task that reads
+# anything else needs all of `forward`
+QUICK = FORCES | {"xpos", "xquat", "xmat", "xipos", "ximat"}
+QUICK |= {"geom_xpos", "geom_xmat", "site_xpos", "site_xmat"}
+# What set_const derives from the fields that `randomize` multiplies
 DERIVED = {"body_subtreemass", "body_invweight0", "dof_invweight0", "tendon_invweight0"}
 DERIVED |= {"actuator_acc0"}
 
@@ -846,17 +843,16 @@ class WarpPhysics:
         with wp.ScopedDevice(str(device)):
             with one_line(f"--num-envs: {num_envs:,} worlds", ValueError):  # too little memory
                 self.data = mjw.make_data(env.model, nworld=num_envs)
-            self.model = mjw.put_model(env.model)  # kept: CUDA's graphs do not keep its arrays
+            # Of these fields each world has its own, all others are one for all
+            names = [*factors, *DERIVED] if factors else []
+            rows = dict.fromkeys(names, num_envs)
+            # Kept, because CUDA's graphs do not keep its arrays
+            self.model = mjw.put_model(env.model, batch_sizes=rows)
             self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
             for name, factor in factors.items():
-                shared = getattr(self.model, name)
-                values = wp.to_torch(shared) * factor.float().to(device)
-                setattr(self.model, name, wp.from_torch(values, dtype=shared.dtype))
+                field = wp.to_torch(getattr(self.model, name))  # no copy
+                field *= factor.to(field)
             if factors:
-                for name in DERIVED:
-                    shared = getattr(self.model, name)
-                    rows = wp.zeros((num_envs, shared.shape[1]), dtype=shared.dtype)
-                    setattr(self.model, name, rows)
                 mjw.set_const(self.model, self.data)
 
             def run(functions):
@@ -878,24 +874,26 @@ class WarpPhysics:
                 return replay
 
             steps = [mjw.step] * env.frame_skip
-            if not FORCES.isdisjoint(task.reads):
+            forces = FORCES.intersection(task.reads)
+            if forces:
                 steps.append(mjw.rne_postconstraint)
             self.simulate = capture(steps)
-            derive = [mjw.forward]
-            if QUICK.issuperset(task.reads):
-                derive = [mjw.kinematics, mjw.com_pos, mjw.com_vel]
-            self.derive = capture(derive)  # from qpos and qvel
+            quick = QUICK.issuperset(task.reads)
+            self.refresh = capture([mjw.kinematics if quick else mjw.forward])
         self.ctrl = wp.to_torch(self.data.ctrl)  # no copies
         self.overflow = wp.to_torch(self.data.overflow)  # (N,), not 0 once contacts were dropped
         self.state = SimpleNamespace()
-        self.cleared = [self.ctrl, wp.to_torch(self.data.qacc_warmstart)]
-        if env.model.na:
-            self.cleared.append(wp.to_torch(self.data.act))
         for name in ("qpos", "qvel", *task.reads):
             field = wp.to_torch(getattr(self.data, name))
             shape = np.shape(getattr(env.data, name))  # matrices are flat in MjData
-            field = field.view(num_envs, *shape)
-            setattr(self.state, name, field)
+            setattr(self.state, name, field.view(num_envs, *shape))
+        # What `refresh` does not compute anew. No places: those of the ground are never computed
+        cleared = ["time", "ctrl", "qacc_warmstart", *forces]
+        if env.model.na:
+            cleared.append("act")
+        self.cleared = []
+        for name in cleared:
+            field = wp.to_torch(getattr(self.data, name))
             self.cleared.append(field.view(num_envs, -1))
 
     def step(self, actions):
@@ -904,7 +902,7 @@ class WarpPhysics:
 
     def begin(self, ended, qpos, qvel):
         self.place(ended, qpos, qvel)
-        self.derive()
+        self.refresh()
 
     def place(self, ended, qpos, qvel):
         """Sets the state where `ended` (N,); on the device alone, so that a graph may hold it."""
@@ -946,6 +944,8 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         # A physics may lack a field that the task reads, or a feature of the model
         with one_line("--physics", AttributeError, NotImplementedError, ValueError):
             self.physics = kind(env, num_envs, self.task, device, factors)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
 
         def to_device(array):
             return torch.tensor(array, device=device).float()
@@ -959,14 +959,6 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         self.lengths = torch.zeros(num_envs, device=device)
         self.position = torch.zeros(num_envs, device=device)
         env.close()
-
-    @cached_property  # a row for each world
-    def action_space(self):
-        return batch_space(self.single_action_space, self.num_envs)
-
-    @cached_property
-    def observation_space(self):
-        return batch_space(self.single_observation_space, self.num_envs)
 
     def draw(self, *shape, generator=None):
         """Where episodes begin: (*shape, positions and velocities)."""
@@ -985,7 +977,7 @@ class MuJoCoEnvs(gym.vector.VectorEnv):
         self.returns.fill_(0)
         self.returns.masked_fill_(self.lengths > 0, math.nan)
         starts = self.draw(self.num_envs, generator=generator)
-        all_worlds = self.lengths >= 0
+        all_worlds = self.lengths >= 0  # True for each
         self.physics.begin(all_worlds, *self.split(starts))
         obs = self.first_obs(all_worlds)
         return obs, {}
@@ -1085,7 +1077,7 @@ class World(MujocoEnv):
         self.observation_space = Box(-math.inf, math.inf, obs.shape, np.float64)
 
     def judge(self, action, begins=False):
-        """What the task says of the state now -> obs (O,), reward, terminated."""
+        """What `step` returns for the state now -> obs (O,), reward, terminated, False, {}."""
         fields = SimpleNamespace()
         for name in ("qpos", "qvel", *self.task.reads):
             field = torch.tensor(getattr(self.data, name))
@@ -1097,12 +1089,11 @@ class World(MujocoEnv):
         self.position = position
         actions = torch.tensor(action)[None]
         obs, rewards, terminated = self.task.judge(fields, speed, actions)
-        return obs[0].numpy(), rewards.item(), bool(terminated)
+        return obs[0].numpy(), rewards.item(), bool(terminated), False, {}
 
     def step(self, action):
         self.do_simulation(action, self.frame_skip)
-        obs, reward, terminated = self.judge(action)
-        return obs, reward, terminated, False, {}
+        return self.judge(action)
 
     def reset_model(self):
         seed = self.np_random.integers(2**31)
@@ -1111,7 +1102,7 @@ class World(MujocoEnv):
         qvel = torch.tensor(self.init_qvel)
         self.task.start(qpos, qvel, generator)
         self.set_state(qpos.numpy(), qvel.numpy())
-        obs, _, _ = self.judge(np.zeros(self.model.nu), begins=True)
+        obs, *_ = self.judge(np.zeros(self.model.nu), begins=True)
         return obs
 
 

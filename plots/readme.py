@@ -34,13 +34,13 @@ LEARNED = [  # algorithm, records, what others have published
 ]
 WORLDS = ("halfcheetah", "hopper", "walker2d", "ant", "humanoid")
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
-    "CleanRL, v4": {
+    "CleanRL's SAC / TD3 / PPO, v4": {
         "HalfCheetah-v5": "9,635 / 9,583 / 1,443",
         "Hopper-v5": "2,310 / 3,135 / 2,383",
         "Walker2d-v5": "3,591 / 4,058 / 2,288",
         "Humanoid-v5": "4,996 / 5,035 / 716",
     },
-    "Stable-Baselines3's zoo, v3": {
+    "the zoo's SAC / TD3 / PPO, v3": {
         "HalfCheetah-v5": "9,535 / 9,656 / 5,819",
         "Hopper-v5": "2,326 / 3,606 / 2,410",
         "Walker2d-v5": "3,863 / 4,718 / 3,479",
@@ -86,7 +86,7 @@ def speedup() -> str:
     found = record("speedup_cpu")
     rows = {(row["script"], row["row"]): row for row in found["rows"]}
     scripts = dict.fromkeys(script for script, _ in rows)
-    table = [["script", "baseline", "`--compile`", "overall", "earlier", "warm-up s"]]
+    table = [["script", "baseline", "`--compile`", "speed-up", "speed-up earlier", "warm-up s"]]
     for script in sorted(scripts, key=lambda name: "gpu" in name):
         baseline, best = rows[script, "baseline"], rows[script, "compile"]
         table.append(
@@ -100,9 +100,9 @@ def speedup() -> str:
             ]
         )
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
-    said = f"Environment steps/s after the warm-up, seeds per row: {seeds}, on "
-    said += f"{where(found['machine'])} (`speedup_cpu.md`); earlier: on another day, by the "
-    said += "scripts of that day (`speedup_earlier_cpu.md`); warm-up: of the first run."
+    said = "Environment steps/s after the warm-up, on MuJoCo of HalfCheetah-v5, seeds per row: "
+    said += f"{seeds}, on {where(found['machine'])} (`speedup_cpu.md`); earlier: on another day, "
+    said += "by the scripts of that day (`speedup_earlier_cpu.md`); warm-up: of the first run."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -160,12 +160,12 @@ def gpu() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{' '.join(said.split())}\n"
 
 
-FIELD = {  # algorithm -> records: of several days where there are several
-    "SAC": ["sac_field_fast_cpu", "sac_field_cpu", "sac_field_avx2_cpu", "sac_field_awake_cpu"],
+FIELD = {  # algorithm -> records: of two machines where there are two
+    "SAC": ["sac_field_fast_cpu", "sac_field_awake_cpu"],  # the fastest machine, the slowest
     "TD3": ["td3_field_cpu", "td3_field_avx2_cpu"],
     "PPO": ["ppo_field_cpu"],
     "PPO for Atari": ["ppo_atari_field_cpu"],
-    "PPO for Atari, 64 games": ["ppo_atari_64_field_cpu"],
+    "PPO for Atari, 64 environments": ["ppo_atari_64_field_cpu"],
     "PQN for Atari": ["pqn_atari_field_cpu"],
     "PPO, 64 worlds against 1": ["ppo_mujoco_field_cpu"],
     "PPO, 64 worlds each": ["ppo_mujoco_64_field_cpu"],
@@ -205,8 +205,9 @@ def field() -> str:
             awake = f"{compiled}, threads awake"
             if awake in entrants:
                 table.append(against_others(f"{title}, threads awake", found, awake))
-    said = "Environment steps/s, and ratios of the same round: medians (and ranges) over rounds in "
-    said += "turns (`*_field*_cpu.md`; `bash run.sh field --algorithm td3` makes one). Atari "
+    said = "Environment steps/s on HalfCheetah-v5 or Breakout-v5, and ratios of the same round: "
+    said += "medians (and ranges) over rounds in turns (`*_field*_cpu.md`; "
+    said += "`bash run.sh field --algorithm td3` makes one). Atari "
     said += "with `--channels-last`, its Stable-Baselines3 on that library's own environments; PQN "
     said += "against CleanRL's file. Threads awake: `GOMP_SPINCOUNT=100000`. Only our PPO "
     said += "normalizes what it sees."
@@ -243,8 +244,8 @@ def overhead() -> str:
     means = [row["bias"]["mean"] for row in rows]
     pairs = [abs(row["bias"][end]) for row in rows for end in ("min", "max")]
     said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} compiled "
-    said += f"scripts on a CPU. Pairs differ by up to {max(pairs):.1%}: to tell one percent takes "
-    return f"{said}more of them (`overhead_cpu.md`).\n"
+    said += "scripts on a CPU: not to be told from nothing, as pairs of runs differ by up to "
+    return f"{said}{max(pairs):.1%} (`overhead_cpu.md`).\n"
 
 
 def learning() -> str:
@@ -291,8 +292,8 @@ def worlds() -> str:
                 " ".join(flags) or "-",
                 f"{runs[0]['eval_returns'][-1][0]:,}",
                 f"{low} to {high}" if low < high else str(low),
-                ", ".join(early),
-                ", ".join(last),
+                " / ".join(early),
+                " / ".join(last),
                 *(returns.get(env_id, "-") for returns in PUBLISHED.values()),
             ]
         )
@@ -305,9 +306,10 @@ def race() -> str:
     rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
     levels = {row["task"]: row["level"] for row in found["rows"]}
     columns = [name for name in found["rows"][0] if name.startswith("after")]
-    heading = ["entrant", "vectors", "steps of a run"]
+    minutes = [re.sub(r"\D", "", column) for column in columns]
+    heading = ["entrant", "processor", "steps of a run"]
     for task in levels:
-        heading += [task, f"minutes to {levels[task]:,}"]
+        heading += [f"{task} after {' / '.join(minutes)}", f"minutes to {levels[task]:,}"]
     table = [heading]
     for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
         vectors = set()
@@ -326,8 +328,7 @@ def race() -> str:
                 line += ["-", "-"]
                 continue
             means = [row[column]["mean"] if row[column] else None for column in columns]
-            returns = ", ".join("-" if mean is None else short(mean) for mean in means)
-            line.append(f"{returns} ({row['seeds']})")
+            line.append(" / ".join("-" if mean is None else short(mean) for mean in means))
             arrivals = row["reached"]
             never = f"not in {row['minutes']}"
             arrived = f"{statistics.fmean(arrivals):.1f}" if arrivals else never
@@ -335,15 +336,24 @@ def race() -> str:
                 arrived += f" ({len(arrivals)} of {row['seeds']})"
             line.append(arrived)
         table.append(line)
-    minutes = [re.sub(r"\D", "", column) for column in columns]
     vectors = dict.fromkeys(run["machine"]["cpu"]["vectors"] for run in found["runs"])
     last = found["runs"][-1]["machine"]
     machine = where(last | {"cpu": last["cpu"] | {"vectors": " or ".join(vectors)}})
-    said = f"Returns after {', '.join(minutes[:-1])} and {minutes[-1]} minutes of processor time, "
-    said += "means of the seeds, whose number is in brackets; minutes to a level are those of the "
-    said += "first evaluation there, one in every minute or two; steps are those of all worlds. On "
-    said += f"{machine}; AVX512 is faster (`race_cpu.md`, with ranges); -: not run yet."
-    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
+    seeds = sorted({row["seeds"] for row in found["rows"]})
+    first = rows["PPO on worlds", "HalfCheetah-v5"]
+    late = []  # of the other libraries
+    for entrant in ("zoo's PPO", "zoo's SAC", "SBX TQC"):
+        if not rows[entrant, "HalfCheetah-v5"]["reached"]:
+            late.append(entrant)
+    title = f"On one core, without a GPU, PPO on worlds reaches a return of {first['level']:,} on "
+    title += f"HalfCheetah after {statistics.fmean(first['reached']):.1f} minutes; within "
+    title += f"{minutes[-1]}, {', '.join(late)} do not. Compilation counts, evaluations do not."
+    said = f"Returns: means of {' or '.join(map(str, seeds))} seeds; minutes to a level: to the "
+    said += "first evaluation there, one in every minute or two; steps: of all worlds. A PPO of "
+    said += "ours that has made its steps stays, from the dot in the figure on. The machine was "
+    said += "not the same each day: PPO, SAC and TD3 with one environment ran on a fast one. On "
+    said += f"{machine} (`race_cpu.md`, with ranges); -: not run yet."
+    return f"{title}\n\n{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
 class Reached(NamedTuple):
@@ -429,7 +439,7 @@ def devices() -> str:
     steps = rounds[0]["variant"]["config"]["args"]["total_timesteps"]
     said = f"HalfCheetah-v5, {steps:,} steps, {len(rounds)} rounds on "
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
-    said += "10 episodes' mean return (`devices_continuous_cpu.md`, "
+    said += "10 episodes' mean return, of which two seeds say little (`devices_continuous_cpu.md`, "
     said += "`python plots/measure/devices.py`)."
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 

@@ -22,8 +22,9 @@ call goes on from there.
                     it publishes it (docs.cleanrl.dev); such a run takes hours
 
     processor       its vector instructions: those with AVX512 are faster
-    after N min     return: mean of the seeds, and range. An entrant that has made its steps stays.
-                    Where an entrant has no run of --minutes, its longest shorter ones are told of
+    after N min     return: mean of the seeds, and range. An entrant that has made its steps stays,
+                    in the figure from a dot on. Where an entrant has no run of --minutes, its
+                    longest shorter ones are told of
     minutes to      until the first evaluation at the level: mean of the seeds that reach it, and
                     how many of them do
 
@@ -302,6 +303,9 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
             middle = curves.mean_of_known(values)
             (line,) = ax.plot(grid, middle, style, color=colour)
             drawn[entrant] = line
+            end = max(run["evaluations"][-1][0] for run in mine)
+            if end < 0.95 * mine[0]["minutes"]:  # it has made its steps
+                ax.plot(end, np.interp(end, grid, middle), "o", color=colour, markersize=4)
             low = np.nanmin(values[:, known], axis=0)
             high = np.nanmax(values[:, known], axis=0)
             ax.fill_between(grid[known], low, high, color=colour, alpha=0.15, linewidth=0)
