@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "plots"), str(ROOT / "plots/measure")]
@@ -22,6 +23,8 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # others compare with the CPU; -m gpu runs those
     # an agent that is collected during another one's capture would end it; see torch.cuda.graph
     torch.compiler.config.force_cudagraph_gc = True
+    # Files of a second are read in the order of their numbers as text, where 10 is before 9
+    event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if started in the background
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and so by what tests start
     config.addinivalue_line("markers", "slow: takes minutes; runs with --slow")
