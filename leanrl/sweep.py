@@ -196,11 +196,11 @@ class Record:
     def state(self) -> str:
         """waiting, running, stopping, finished, failed, stopped, or lost with its launcher.
 
-        Or on the cluster, which alone knows more where there is --storage. Or unknown without a
-        status.json, or damaged, with the name of the file that says nothing about it any more.
+        With --storage, on the cluster until `sync` has fetched it. Without a status.json, unknown;
+        with one that cannot be read, damaged and the file's name.
         """
         state = self.status.get("state", "unknown")
-        if state in ("running", "stopping"):
+        if state in ("running", "stopping"):  # who gets the lock sees that no launcher holds it
             with suppress(SweepError, OSError), lock(self.folder.parent, fcntl.LOCK_SH):
                 return "lost"
         return state
@@ -304,7 +304,7 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # PR_SET_PDEATHSIG: a launcher or worker that is killed takes its runs along.
-                preexec_fn=lambda: sys.platform == "linux" and libc.prctl(1, signal.SIGTERM),
+                preexec_fn=lambda: libc.prctl(1, signal.SIGTERM),
             )
     except BaseException:  # Ctrl-C, too
         variant.update(state="stopped", ended=time.time())
@@ -319,7 +319,7 @@ def finish(variant: Variant, child: subprocess.Popen, deadline: float | None = N
     if deadline is not None:
         with suppress(subprocess.TimeoutExpired):
             child.wait(timeout=max(0.0, deadline - time.monotonic()))
-    with suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)  # helpers that it has left, too
     status = child.wait()
     state = "failed" if status else "finished"
@@ -329,19 +329,17 @@ def finish(variant: Variant, child: subprocess.Popen, deadline: float | None = N
     return state
 
 
-def run_all(todo: list[Variant], workers: list[dict], root: Path) -> None:
-    """Runs `todo`, as many at a time as there are workers; whatever ends this ends them."""
+def run_all(todo: list[Variant], environments: list[dict], root: Path) -> None:
+    """Runs `todo`, one at a time in each of `environments`; whatever ends this ends them."""
     queue = list(todo)
     running = {}
     try:
         while queue or running:
-            for slot, environment in enumerate(workers):
+            for slot, environment in enumerate(environments):
                 while queue and slot not in running:
                     variant = queue.pop(0)
                     if variant.status.get("state") != "stopped":  # before its turn
-                        child = start(variant, environment, root)
-                        running[slot] = variant, child
-                        variant.update(pid=child.pid, host=os.uname().nodename)
+                        running[slot] = variant, start(variant, environment, root)
             for slot, (variant, child) in list(running.items()):
                 deadline = None
                 # as the command `stop` has asked, which may have seen it wait
@@ -398,8 +396,7 @@ def slots(workers: int | None, gpus_per_run: float | None, found: list[str]) -> 
         starts = range(0, len(found) - size + 1, size)
         shares = [",".join(found[i : i + size]) for i in starts]
     shares = shares[:workers]
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    threads = max(1, cores // len(shares))
+    threads = max(1, len(os.sched_getaffinity(0)) // len(shares))
     environments = []
     for share in shares:
         environment = {"OMP_NUM_THREADS": str(threads)}
@@ -434,12 +431,12 @@ def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
         for variant in todo:
             variant.enqueue()
             if options.storage:  # or `sync` would take a former attempt for this one
-                emptied(options.storage, variant)
+                empty_in_storage(options.storage, variant)
                 variant.update(state="on the cluster")
     spec = {
         "runs": str(RUNS.resolve()),
         "storage": options.storage,
-        "needs": {"num_cpus": options.cpus_per_run, "num_gpus": options.gpus_per_run or 0},
+        "resources": {"num_cpus": options.cpus_per_run, "num_gpus": options.gpus_per_run or 0},
         "variants": [
             {"group": each.group, "script": each.script, "params": each.params} for each in todo
         ],
@@ -473,7 +470,7 @@ def drive(options: argparse.Namespace) -> int:
     spec = json.loads(options.spec)
     variants = [Variant(**each, runs=Path(spec["runs"])) for each in spec["variants"]]
     ray.init(address="auto")
-    task = ray.remote(**spec["needs"], max_retries=2)(run_task)
+    task = ray.remote(**spec["resources"], max_retries=2)(run_task)
     with nullcontext() if spec["storage"] else lock(variants[0].folder.parent):
         waiting = {task.remote(variant, spec): variant for variant in variants}
         while waiting:
@@ -498,14 +495,14 @@ def run_task(variant: Variant, spec: dict) -> str:
     """A task: runs a variant on whatever machine this is -> its state."""
     code = Path.cwd()  # where Ray has put the code
     environment = {}
-    if not spec["needs"]["num_gpus"]:
+    if not spec["resources"]["num_gpus"]:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # no one's share
     if not spec["storage"]:
         run_all([variant], [environment], code)
         return variant.status["state"]
     from pyarrow import fs
 
-    storage, there = emptied(spec["storage"], variant)
+    storage, there = empty_in_storage(spec["storage"], variant)
     with tempfile.TemporaryDirectory() as scratch:
         variant.folder = Path(scratch).resolve()
         variant.enqueue()
@@ -514,7 +511,7 @@ def run_task(variant: Variant, spec: dict) -> str:
         return variant.status["state"]
 
 
-def emptied(storage: str, variant: Variant) -> tuple:
+def empty_in_storage(storage: str, variant: Variant) -> tuple:
     """The file system of `storage` and the variant's folder there, without a former attempt."""
     from pyarrow import fs
 
@@ -573,10 +570,10 @@ def run(options: argparse.Namespace) -> int:
         if on_ray and todo:
             launch_on_ray(todo, options)
         elif not on_ray:
-            workers = slots(options.workers, options.gpus_per_run, gpus())
+            environments = slots(options.workers, options.gpus_per_run, gpus())
             for variant in todo:
                 variant.enqueue()
-            run_all(todo, workers, ROOT)
+            run_all(todo, environments, ROOT)
     if options.storage:
         sync(options)
     states = [variant.state for variant in variants]
