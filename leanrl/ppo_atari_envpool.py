@@ -495,23 +495,15 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
 
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-POSITIVE = """total_timesteps num_envs num_steps num_minibatches update_epochs eval_episodes
-batch_size buffer_size learning_starts utd_ratio policy_frequency target_network_frequency clip_coef
-max_grad_norm target_kl alpha exploration_fraction"""
-MAY_BE_ZERO = """seed checkpoint_every eval_every learning_rate policy_lr q_lr gamma gae_lambda tau
-ent_coef vf_coef exploration_noise policy_noise noise_clip max_staleness randomize desired_kl
-q_lambda start_e end_e"""
-AT_MOST = {
-    "gamma": 1,
-    "gae_lambda": 1,
-    "q_lambda": 1,
-    "start_e": 1,
-    "end_e": 1,
-    "tau": 1,
-    "randomize": 0.9,
-    "num_envs": 1e7,
-    "num_steps": 1e7,
-    "batch_size": 1e7,
+RANGES = {  # flags -> the least and the most
+    "num_envs num_steps batch_size": (1, 1e7),
+    """total_timesteps num_minibatches update_epochs eval_episodes buffer_size learning_starts
+    policy_frequency target_network_frequency""": (1, 1e12),
+    "utd_ratio clip_coef max_grad_norm target_kl alpha exploration_fraction": (1e-12, 1e12),
+    "gamma gae_lambda q_lambda start_e end_e tau": (0, 1),
+    "randomize": (0, 0.9),
+    """seed checkpoint_every eval_every learning_rate policy_lr q_lr ent_coef vf_coef max_staleness
+    exploration_noise policy_noise noise_clip desired_kl""": (0, 1e12),
 }
 
 
@@ -522,7 +514,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         self.warmup_steps = warmup_steps
         self.trace_after = trace_after
         self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
-        self.warmup_seconds = self.profiler = self.result = None
+        self.warmup_seconds = self.profiler = self.untraced = None
         self.born = perf_counter()
         self.env_steps = 0
         self.begin_window()
@@ -578,7 +570,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         elif self.profiler:
             self.profiler.step()
         elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
-            self.result = self.measure(env_steps)
+            self.untraced = self.measure(env_steps)
             self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
         now = self.since - self.born
         if now - self.cpu[-1][0] >= 1 and not self.profiler:
@@ -610,7 +602,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
         }
 
     def report(self, path):  # writes the report and a trace beside it, then prints a table
-        report = self.result or self.measure(self.env_steps)
+        report = self.untraced or self.measure(self.env_steps)
         report["wall_seconds"] = perf_counter() - self.born
         report["nvml_percent"] = self.nvml
         report["gpu_stages"] = Counter()
@@ -620,7 +612,7 @@ class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is 
                 report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * scale
         write_json(path, report)
         if self.profiler:
-            self.profiler.__exit__(None, None, None)
+            self.profiler.stop()
             self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
         for name, seconds in report["stages"].items():  # last, because nobody may be reading
             share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
@@ -778,11 +770,10 @@ def parse_args(kind):  # with --resume, flags that are not given stay as they we
     args = tyro.cli(kind)
     if args.resume is not None:
         args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
-    for name, value in vars(args).items():
-        positive = name in POSITIVE.split()
-        known = positive or name in MAY_BE_ZERO.split()  # others, of a copy, may be anything
-        if known and value is not None:
-            if not 0 <= value <= AT_MOST.get(name, 1e12) or value == 0 and positive:
+    for names, (least, most) in RANGES.items():  # other flags, of a copy, may be anything
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value is not None and not least <= value <= most:
                 raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
     return args
 

@@ -5,6 +5,7 @@ What is shared with other scripts to the letter is tested there (test_shared), a
 
 import importlib
 import importlib.util
+import inspect
 import linecache
 import math
 import sys
@@ -599,7 +600,15 @@ SAC_ON_GPU = {"num_envs": 4096, "utd_ratio": 0.001, "batch_size": 8192, "learnin
 SAC_ON_GPU |= {"buffer_size": 500_000, "total_timesteps": 4096 * 250}
 PPO_WAITS = "row[tag] = float(value)", "exponential_average_factor = 1.0 / float("  # BatchNorm's
 PPO_WAITS += "returns = rollout.episode_returns[known]", "lengths = rollout.episode_lengths[known]"
-SAC_WAITS = "total_return, total_length, count = totals.tolist()", "row[tag] = float(value)"
+SAC_WAITS = "total_return, total_length, episodes = totals.tolist()", "row[tag] = float(value)"
+
+
+def test_the_lines_that_may_wait_are_there():
+    """What the next test allows, which only a GPU runs."""
+    batch_norm = inspect.getsource(torch.nn.modules.batchnorm)
+    for module, waiting in ((variant, PPO_WAITS), (sac_variant, SAC_WAITS)):
+        text = inspect.getsource(module) + batch_norm
+        assert all(line in text for line in waiting)
 
 
 @pytest.mark.gpu
