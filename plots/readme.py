@@ -142,21 +142,19 @@ def gpu() -> str:
     steps, seconds = np.ptp(peer["points"], axis=0)
     ours = speeds["td3_continuous_action", "compile+cudagraphs"]
     took = whole["stages"]["wall_seconds"]
-    setup = took - whole["episodic_returns"][-1][-1]  # before this record's first row
     captured = in_units(speeds["ppo_cartpole_gpu", "cudagraphs"])
     said = f"""Environment steps/s after the warm-up, one run each with a window of
     {min(windows):.1f} to {max(windows):.0f} s, on {hardware}
-    (`speedup_h200.md`); the warm-up is of the captured run, and the compiler's cache was
-    empty for CartPole and worlds alone; busy: NVML, every second; -: not measured,
-    or by fewer than three samples. CartPole
-    captured but not compiled: {captured}. PPO's baseline ran first, while files were unpacked on
-    other cores, which may flatter its ratio. `ppo_mujoco_gpu` is 4,096 worlds of mujoco_warp; the
-    baseline was ended half way;
-    the captured run returned {short(whole["mean_return_last_10"])} in training after
-    {in_units(whole["episodic_returns"][-1][0])} steps and {took:.0f} s, of which {setup:.0f} s are
-    set-up and the compilation of physics (`ppo_mujoco_halfcheetah_h200.json`). Meta's LeanRL: of
-    four scripts TD3 alone ran through with these versions, {short(steps / seconds)} where ours made
-    {short(ours)} (`leanrl_h200.json`)."""
+    (`speedup_h200.md`). The warm-up is of the captured run, for all but CartPole and worlds with a
+    filled compiler's cache: a first run waits longer. Busy: NVML, every second. -: not measured, or
+    by fewer than three samples. CartPole captured but not compiled: {captured}. PPO's baseline
+    ran first, while files were unpacked on other cores, which may flatter its ratio.
+    `ppo_mujoco_gpu` is 4,096 worlds of mujoco_warp, whose baseline was ended half way; the captured
+    run returned {short(whole["mean_return_last_10"])} in training after
+    {in_units(whole["episodic_returns"][-1][0])} steps and {took:.0f} s, set-up included
+    (`ppo_mujoco_halfcheetah_h200.json`). Of Meta's LeanRL one of four scripts ran through with
+    these versions, TD3, which made {short(steps / seconds)} where ours made {short(ours)}
+    (`leanrl_h200.json`)."""
     return f"{as_markdown(table, labels=1)}\n\n{' '.join(said.split())}\n"
 
 
