@@ -376,13 +376,17 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
         layout="constrained",
         squeeze=False,
     )
-    headline(figure, f"{heading}; band: {BANDS[kind]}", runs)
+    if any(len(curves) > 1 for lines in panels.values() for curves in lines.values()):
+        heading += f"; band: {BANDS[kind]}"
+    headline(figure, heading, runs)
     for row, (panel, lines) in zip(grid, panels.items(), strict=True):
         looks = styles(list(lines))
         for ax, (axis, column) in zip(row, columns.items(), strict=True):
             for line, curves in column.get(panel, {}).items():  # old records have no seconds
                 draw_line(ax, curves, kind, line, looks[line])
             ax.set_xlabel(AXES.get(axis, axis))
+            if axis in AXES:
+                ax.set_xlim(left=0)
             ax.xaxis.set_major_formatter(EngFormatter())
         script, env_id = panel
         row[0].set_title(f"{label(script)}: {env_id}", loc="left")

@@ -116,22 +116,29 @@ def draw(rows: list[dict], runs: list[Run]):
     for row in rows:
         blocks.setdefault(f"{label(row['script'])}: {row['env_id']}", []).append(row)
     kinds = [kind for kind in KINDS if any(kind in row for row in rows)]
-    size = (1.2 + 3.6 * len(blocks), 0.9 + 2.6 * len(kinds))
+    columns = min(len(blocks), 4)
+    floors = -(-len(blocks) // columns)
     figure, panels = plt.subplots(
-        len(kinds),
-        len(blocks),
-        figsize=size,
+        floors * len(kinds),
+        columns,
+        figsize=(1.2 + 3.6 * columns, 0.9 + 2.6 * floors * len(kinds)),
         squeeze=False,
         layout="constrained",
     )
     curves.headline(figure, "How busy the machine is while it trains", runs)
-    for column, (title, mine) in zip(panels.T, blocks.items(), strict=True):
-        column[0].set_title(title)
-        column[-1].set_xlabel("seconds of training")
-        for ax, kind in zip(column, kinds, strict=True):
+    for i, (title, mine) in enumerate(blocks.items()):
+        floor, column = divmod(i, columns)
+        first = floor * len(kinds)
+        block = panels[first : first + len(kinds), column]
+        block[0].set_title(title)
+        block[-1].set_xlabel("seconds of training")
+        for ax, kind in zip(block, kinds, strict=True):
             draw_panel(ax, mine, kind)
-    for ax, kind in zip(panels[:, 0], kinds, strict=True):
-        ax.set_ylabel(KINDS[kind])
+            if column == 0:
+                ax.set_ylabel(KINDS[kind])
+    for i in range(len(blocks), floors * columns):  # places that are left
+        for ax in panels[-len(kinds) :, i % columns]:
+            ax.remove()
     return figure
 
 
@@ -149,7 +156,7 @@ def draw_panel(ax, rows: list[dict], kind: str) -> None:
         colour = curves.COLOURS[row["row"]]
         ax.stairs(percents, edges, color=colour, label=said, linewidth=1.2, baseline=None)
         ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 100 if kind == "GPU" else None)
     ax.legend(fontsize=7.5, frameon=False, title="area under the curve", title_fontsize=7.5)
 
 

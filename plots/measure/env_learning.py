@@ -280,11 +280,12 @@ def draw(results: list[dict], stem: Path) -> None:
             colour = env_report.style(kind)["color"]
             ax.plot(grid, values.mean(0), color=colour, label=kind)
             ax.fill_between(grid, low, high.clip(max=500), color=colour, alpha=0.13, linewidth=0)
-        ax.axhline(SOLVED, color="gray", linestyle=":", linewidth=1)
+        ax.axhline(SOLVED, color="gray", linestyle=":", linewidth=1, label=f"solved: {SOLVED}")
         ax.set(title=f"{num_envs:,} environments", xlabel="seconds of training", ylim=(0, 510))
     panels[0][0].set_ylabel("return, mean of ten rollouts")
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.suptitle("CartPole: the same learner, other environments", fontsize=12)
+    title = "CartPole: the same learner, other environments; mean and standard deviation"
+    figure.suptitle(f"{title} of {len(results)} runs", fontsize=12)
     curves.save(figure, stem)
 
 
