@@ -196,7 +196,7 @@ def key(figure, rows: list[dict]) -> None:
         if layer in layers:
             patches.append(Patch(facecolor="white", hatch=HATCHES[layer], label=title, **EDGES))
     for resource, colour in RESOURCES.items():
-        if resource in resources:
+        if resource in resources and len(resources) > 1:
             patches.append(Patch(facecolor=colour, label=resource, **EDGES))
     figure.legend(
         handles=patches,
@@ -230,7 +230,7 @@ def draw_stages(rows: list[dict], runs: list[Run], title: str, shares: bool):
         draw_transitions(bottom, mine)
         top.set(title=block, ylabel="total\n(us per step)")
         middle.set_ylabel("% of a step" if shares else "us per environment step")
-        bottom.set_ylabel("transitions\nper iteration")
+        bottom.set_ylabel("calls\nper iteration")
         for ax in (top, bottom):
             ax.set(xlim=middle.get_xlim(), xticks=[])
     bottom.legend(fontsize=7, frameon=False, loc="upper left", ncols=2, columnspacing=1)
@@ -243,7 +243,7 @@ def draw_totals(ax, rows: list[dict]) -> None:
     totals = [1e6 * row["seconds_per_step"] for row in rows]
     made = ax.bar(range(len(rows)), totals, 0.5, color="0.6", **EDGES)
     ax.bar_label(made, map(short, totals), fontsize=8)
-    set_log(ax, totals)
+    ax.margins(y=0.3)  # for the numbers
 
 
 def draw_transitions(ax, rows: list[dict]) -> None:
@@ -259,13 +259,8 @@ def draw_transitions(ax, rows: list[dict]) -> None:
         made = ax.bar(xs, counts, width * 0.9, color=colour, label=text)
         ax.bar_label(made, map(short, counts), fontsize=7)
         heights += counts
-    set_log(ax, heights)
-
-
-def set_log(ax, heights: list[float]) -> None:
-    """A log axis with room for bars of these heights and what stands above them."""
     lowest = min(height for height in heights if height)
-    ax.set_ylim(lowest / 3, max(heights) * 8)
+    ax.set_ylim(lowest / 3, max(heights) * 8)  # room for the numbers
     ax.set_yscale("log")  # after the limits, or it would guess some
     ax.yaxis.set_major_formatter(lambda y, _: short(y))
     ax.yaxis.set_minor_formatter(lambda *_: "")
