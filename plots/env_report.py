@@ -147,6 +147,10 @@ def cells(record: dict) -> list[list[str]]:
 # The figure
 
 
+def on_gpu(arm: str) -> bool:
+    return "GPU" in arm or "TPB" in arm
+
+
 def style(arm: str) -> dict:
     """A colour for each arm, darker with more threads per block; squares for those on a GPU."""
     colours = [colour for start, colour in COLOURS.items() if arm.startswith(start)]
@@ -157,7 +161,7 @@ def style(arm: str) -> dict:
         colour = plt.get_cmap(SHADES[start])(shade)
     return {
         "color": colour,
-        "marker": "s" if start in SHADES or "GPU" in arm else "o",
+        "marker": "s" if on_gpu(arm) else "o",
         "markersize": 3.5,
         "linewidth": 1.4,
     }
@@ -172,6 +176,8 @@ def throughput(record: dict):
         where += f", {gpu}"
     figure, ax = plt.subplots(figsize=(8, 5.2), layout="constrained")
     figure.suptitle("Throughput", fontsize=13)
+    if any("TPB" in arm for arm in arms(rows)):
+        where += "; TPB: threads per block"
     ax.set_title(where, fontsize=9, color="0.35")
     ax.set(xscale="log", yscale="log")
     ax.set(xlabel="environments", ylabel="environment steps per second")
@@ -187,8 +193,11 @@ def throughput(record: dict):
             ax.plot(turning, turning / (2 * fit["flat"]), **look | diamond)
     words = "turning point of flat + linear fit"
     ax.plot([], [], color="0.3", linestyle="", label=words, **diamond)
+    used = {"cuda" if on_gpu(arm) else "cpu" for arm in arms(rows)}
     limits = record["bytes_per_second"].items()
     for (device, rate), dashes in zip(limits, (":", "-."), strict=False):
+        if device not in used:
+            continue
         label = f"limit of {device.upper()} memory: {STEP_BYTES} bytes\n"
         label += f"per step at {rate / 1e9:,.0f} GB/s"
         ax.axhline(rate / STEP_BYTES, color="black", linewidth=1, linestyle=dashes, label=label)
