@@ -184,9 +184,7 @@ class ActorCritic(nn.Module):
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
         # speed: GPUs convolve faster in bfloat16; they and some CPUs also with channels last
         self.bf16 = bf16
-        self.layout = torch.contiguous_format
-        if channels_last:
-            self.layout = torch.channels_last
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.to(memory_format=self.layout)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,13 +347,11 @@ class Adam:
         self.eps = eps
         self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
-        device = self.parameters[0].device
-        self.beta_powers = [torch.ones((), device=device) for _ in self.betas]
-        self.lr = torch.tensor(lr, device=device)
+        self.lr = torch.tensor(lr, device=self.parameters[0].device)
+        self.beta_powers = [torch.ones_like(self.lr) for _ in self.betas]
 
     def state_dict(self):
-        tensors = [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]
-        return {"state": tensors}
+        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
 
     def load_state_dict(self, state):
         torch._foreach_copy_(self.state_dict()["state"], state["state"])
@@ -439,15 +435,14 @@ class PPO(nn.Module):
 
     def step(self, vector: Tensor) -> None:
         """One gradient step, by such a vector."""
+        # speed: clipping, of the whole vector, and the Adam above in one compiled call
+        scale = self.args.max_grad_norm / (vector.norm() + 1e-6)
+        vector = vector * scale.clamp(max=1)
         sizes = [parameter.numel() for parameter in self.parameters()]
         gradients = vector.split(sizes)
-        # speed: clipping and the Adam above in one compiled call
+        # speed: gradients as values, for the Adam above
         pairs = zip(gradients, self.parameters(), strict=True)
         gradients = [gradient.view_as(parameter) for gradient, parameter in pairs]
-        norm = nn.utils.get_total_norm(gradients)
-        scale = self.args.max_grad_norm / (norm + 1e-6)
-        scale = scale.clamp(max=1)
-        gradients = torch._foreach_mul(gradients, scale)
         self.optimizer.step(gradients)
 
     def update(self, batch: Batch, index: Tensor, advantages: Tensor) -> dict[str, Tensor]:

@@ -178,9 +178,7 @@ class ActorCritic(nn.Module):
         self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
         # speed: GPUs convolve faster in bfloat16; they and some CPUs also with channels last
         self.bf16 = bf16
-        self.layout = torch.contiguous_format
-        if channels_last:
-            self.layout = torch.channels_last
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.to(memory_format=self.layout)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,13 +329,11 @@ class Adam:
         self.eps = eps
         self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
-        device = self.parameters[0].device
-        self.beta_powers = [torch.ones((), device=device) for _ in self.betas]
-        self.lr = torch.tensor(lr, device=device)
+        self.lr = torch.tensor(lr, device=self.parameters[0].device)
+        self.beta_powers = [torch.ones_like(self.lr) for _ in self.betas]
 
     def state_dict(self):
-        tensors = [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]
-        return {"state": tensors}
+        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
 
     def load_state_dict(self, state):
         torch._foreach_copy_(self.state_dict()["state"], state["state"])

@@ -94,7 +94,7 @@ class Args:
 
 
 STEADY_AFTER = 3  # rollouts, then all is compiled and captured
-# speed: activations of so many rows, 1 MB per layer, stay in a CPU's caches
+# speed: activations of about so many rows, 1 MB per layer, stay in a CPU's caches
 CACHED_ROWS = 4096
 
 
@@ -341,13 +341,11 @@ class Adam:
         self.eps = eps
         self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
-        device = self.parameters[0].device
-        self.beta_powers = [torch.ones((), device=device) for _ in self.betas]
-        self.lr = torch.tensor(lr, device=device)
+        self.lr = torch.tensor(lr, device=self.parameters[0].device)
+        self.beta_powers = [torch.ones_like(self.lr) for _ in self.betas]
 
     def state_dict(self):
-        tensors = [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]
-        return {"state": tensors}
+        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
 
     def load_state_dict(self, state):
         torch._foreach_copy_(self.state_dict()["state"], state["state"])
@@ -416,9 +414,7 @@ class PPO(nn.Module):
 
     def roll_out(self, envs, noise, starts) -> Rollout:
         """Steps of `envs`, given noise (T, N, A) and starts (T, N, O)."""
-        rows = []
-        for noise_now, starts_now in zip(noise, starts, strict=True):
-            rows.append(self.step(envs, noise_now, starts_now))
+        rows = [self.step(envs, *draws) for draws in zip(noise, starts, strict=True)]
         return default_collate(rows)  # stacks each field
 
     def prepare(self, rollout: Rollout) -> Batch:
@@ -443,8 +439,8 @@ class PPO(nn.Module):
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the steps of `batch` in index."""
-        # speed: three compiled parts. On a CPU the middle one takes as many rows as caches hold,
-        # and the mean of the pieces' gradients is the minibatch's. A GPU takes all rows at once
+        # speed: three compiled parts. On a CPU the middle one takes about as many rows as caches
+        # hold; the mean of the pieces' gradients is the minibatch's. A GPU takes all rows at once
         first, *others = self.gather(batch, index)
         gradients, metrics = self.gradients(first)
         for piece in others:
@@ -464,9 +460,9 @@ class PPO(nn.Module):
             minibatch = minibatch._replace(advantages=advantages)
         count = 1
         if index.is_cpu:
-            for pieces in range(1, len(index) // CACHED_ROWS + 1):
-                if len(index) % pieces == 0:  # of one size
-                    count = pieces
+            count = max(len(index) // CACHED_ROWS, 1)
+        while len(index) % count:  # of one size
+            count -= 1
         chunks = [column.chunk(count) for column in minibatch]
         return [Batch._make(piece) for piece in zip(*chunks, strict=True)]
 
@@ -478,7 +474,7 @@ class PPO(nn.Module):
         return gradients, metrics
 
     def optimize(self, gradients, metrics, count) -> dict[str, Tensor]:
-        """A step of Adam by the clipped mean; gradients and metrics are sums of `count`."""
+        """A step of Adam by the clipped mean; gradients, metrics: sums over `count` pieces."""
         norm = nn.utils.get_total_norm(gradients) / count
         scale = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.optimizer.step(torch._foreach_mul(gradients, scale / count))
@@ -506,8 +502,8 @@ def compile_headers() -> None:
     threading.Thread(target=settings.run, args=[work], daemon=True).start()
 
 
-# speed: a step becomes one compiled call, an update a few, on a GPU also the advantages one. On a
-# CPU these would take seconds to compile and gain nothing that one could measure
+# speed: a step becomes one compiled call, an update three or more. Advantages are compiled on a GPU
+# alone: on a CPU that takes seconds and gains nothing that one could measure
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     on_cpu = next(agent.parameters()).is_cpu

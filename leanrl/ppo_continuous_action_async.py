@@ -114,7 +114,10 @@ STEADY_AFTER = 3  # rollouts, then all is compiled and captured
 
 
 def make_envs(
-    env_id: str, num_envs: int, gamma: float | None = None, video: Path | None = None
+    env_id: str,
+    num_envs: int,
+    gamma: float | None = None,
+    video: Path | None = None,
 ) -> gym.vector.VectorEnv:
     """N environments that reset in the step that ends an episode; `video` films the first one.
 
@@ -141,8 +144,7 @@ def make_envs(
     makers = [make_env] * num_envs
     if video is not None:
         makers[0] = lambda: make_env(render_mode="rgb_array")
-    same_step = gym.vector.AutoresetMode.SAME_STEP
-    return gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode="SameStep")
 
 
 def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:

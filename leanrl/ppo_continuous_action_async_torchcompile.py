@@ -109,8 +109,6 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         self.gamma = gamma
         self.single_observation_space = envs[0].observation_space
         self.single_action_space = envs[0].action_space
-        self.low = self.single_action_space.low
-        self.high = self.single_action_space.high
         (obs_dim,) = self.single_observation_space.shape
         shape = len(envs), obs_dim + 1
         self.x = np.zeros(shape)  # observations and, last, the discounted sum of rewards
@@ -119,7 +117,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         self.count = np.full(shape, 1e-4)
 
     def center(self, x: np.ndarray, where: object) -> tuple:
-        """Takes x into the statistics at `where` -> x - means, standard deviations."""
+        """Takes x into the statistics at the index `where` -> x - means, standard deviations."""
         mean = self.mean[where]
         var = self.var[where]
         count = self.count[where]
@@ -134,8 +132,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
     def start(self, i: int, seed: int | None = None) -> np.ndarray:
         """Begins an episode of environment i -> its first observation, normalized (O,)."""
         obs, _ = self.envs[i].reset(seed=seed)
-        its_obs = i, slice(-1)
-        centered, std = self.center(obs, its_obs)
+        centered, std = self.center(obs, (i, slice(-1)))
         normalized = centered / std
         return normalized.clip(-10, 10)
 
@@ -145,19 +142,17 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
 
     def step(self, actions: np.ndarray) -> tuple:
         rewards = np.zeros(self.num_envs)
-        terminated = np.zeros(self.num_envs, dtype=bool)
-        truncated = np.zeros(self.num_envs, dtype=bool)
+        terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
         discounted = self.x[:, -1]
         infos = {}
         returns = {}
         lengths = {}
-        actions = np.maximum(actions, self.low)  # clip takes longer
-        actions = np.minimum(actions, self.high)
+        actions = np.maximum(actions, self.single_action_space.low)  # clip takes longer
+        actions = np.minimum(actions, self.single_action_space.high)
         for i, env in enumerate(self.envs):
             obs, reward, terminated[i], truncated[i], info = env.step(actions[i])
-            if terminated[i]:
-                discounted[i] = 0
-            discounted[i] = self.gamma * discounted[i] + reward
+            discounted[i] *= 0 if terminated[i] else self.gamma
+            discounted[i] += reward
             rewards[i] = reward
             self.x[i, :-1] = obs
             if terminated[i] or truncated[i]:
@@ -173,15 +168,17 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
         rewards = x[:, -1]
         if returns:
             infos["final_obs"] = obs.copy()
-            episode = {"r": returns, "l": lengths}
-            infos["final_info"] = {"episode": episode}
+            infos["final_info"] = {"episode": {"r": returns, "l": lengths}}
             for i in returns:
                 obs[i] = self.start(i)
         return obs, rewards, terminated, truncated, infos
 
 
 def make_envs(
-    env_id: str, num_envs: int, gamma: float | None = None, video: Path | None = None
+    env_id: str,
+    num_envs: int,
+    gamma: float | None = None,
+    video: Path | None = None,
 ) -> gym.vector.VectorEnv:
     """N environments that reset in the step that ends an episode; `video` films the first one.
 
@@ -209,8 +206,7 @@ def make_envs(
     if gamma is not None:
         envs = [make() for make in makers]
         return NormalizedVectorEnv(envs, gamma)
-    same_step = gym.vector.AutoresetMode.SAME_STEP
-    return gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode="SameStep")
 
 
 def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
@@ -436,13 +432,11 @@ class Adam:
         self.eps = eps
         self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
-        device = self.parameters[0].device
-        self.beta_powers = [torch.ones((), device=device) for _ in self.betas]
-        self.lr = torch.tensor(lr, device=device)
+        self.lr = torch.tensor(lr, device=self.parameters[0].device)
+        self.beta_powers = [torch.ones_like(self.lr) for _ in self.betas]
 
     def state_dict(self):
-        tensors = [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]
-        return {"state": tensors}
+        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
 
     def load_state_dict(self, state):
         torch._foreach_copy_(self.state_dict()["state"], state["state"])
@@ -475,10 +469,8 @@ class NumPyMLP:
         kinds = [type(layer) for layer in network]
         known = [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
         assert kinds == known, "acting computes another network"
-        self.arrays = []
-        for parameter in network.parameters():
-            array = parameter.detach().cpu().numpy()
-            self.arrays.append(array.T)
+        tensors = network.state_dict().values()
+        self.arrays = [tensor.cpu().numpy().T for tensor in tensors]
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """x (..., inputs) -> (..., outputs)."""
@@ -608,18 +600,14 @@ def capture_agent(agent: PPO) -> None:
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
     """
     recorded = dict(vars(agent.args))
+    learn = CudaGraphModule(agent.learn, warmup=3)
 
-    def capture(method):
-        graph = CudaGraphModule(method, warmup=3)
+    def replay(batch, order):
+        assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
+        return learn(batch, order)
 
-        def replay(*inputs):
-            assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
-            return graph(*inputs)
-
-        return replay
-
-    agent.prepare = capture(agent.prepare)
-    agent.learn = capture(agent.learn)
+    agent.prepare = CudaGraphModule(agent.prepare, warmup=3)
+    agent.learn = replay
 
 
 # Training
@@ -653,7 +641,7 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
             truncations = []
             episodes = []
             nn.utils.vector_to_parameters(slot.weights.to(device), agent.parameters())
-            # speed: NumPy acts, and what it has done is stored where the learner reads
+            # speed: acting reads what is published, and is stored where the learner reads
             agent.publish()
             noise = slot.noise.numpy()
             rollout = slot

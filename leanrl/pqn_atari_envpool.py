@@ -426,8 +426,9 @@ def evaluate(agent: PQN, args: Args, video: Path) -> float:
         explores = torch.rand(games, generator=generator) < args.end_e
         random_actions = torch.randint(num_actions, (games,), generator=generator)
         inputs = torch.from_numpy(obs).to(device)
-        draws = explores.to(device), random_actions.to(device)
-        actions, _ = PQN.act(agent, inputs, *draws)  # agent.act may be compiled
+        explores = explores.to(device)
+        random_actions = random_actions.to(device)
+        actions, _ = PQN.act(agent, inputs, explores, random_actions)  # agent.act may be compiled
         actions = actions.cpu().numpy()
         obs, rewards, _, _, infos = envs.step(actions)
         returns += running * rewards

@@ -154,14 +154,14 @@ def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
 
 # speed: images with channels last would be copied to the other order and back by nn.LayerNorm
 class ChannelsLastNorm(nn.LayerNorm):
-    """The same, of images (B, C, H, W)."""
+    """Layer norm of images (B, C, H, W) that lie in memory as (B, H, W, C)."""
 
     def forward(self, images: Tensor) -> Tensor:
-        weight = self.weight.permute(1, 2, 0)
-        bias = self.bias.permute(1, 2, 0)
-        images = images.permute(0, 2, 3, 1)
+        weight = self.weight.movedim(0, -1)
+        bias = self.bias.movedim(0, -1)
+        images = images.movedim(1, -1)
         images = torch.layer_norm(images, weight.shape, weight, bias, self.eps)
-        return images.permute(0, 3, 1, 2)
+        return images.movedim(-1, 1)
 
 
 class QNetwork(nn.Module):
@@ -266,10 +266,8 @@ def lambda_returns(
     returns[-1] += weights[-1] * next_values[-1]
     distance = 1
     while distance < len(returns):
-        begin = returns[:-distance]
-        end = returns[-distance:]
-        more = weights[: len(begin)] * returns[distance:]
-        returns = torch.cat([begin + more, end])
+        more = weights[: len(returns) - distance] * returns[distance:]
+        returns[:-distance] += more
         weights = weights[:-distance] * weights[distance:]
         distance *= 2
     return returns
@@ -299,10 +297,9 @@ class RAdam:
     Change `lr` in place: a graph goes on with the tensor that it has captured.
     """
 
-    def __init__(self, parameters, lr, eps=1e-8):
+    def __init__(self, parameters, lr):
         self.parameters = list(parameters)
         self.betas = (0.9, 0.999)
-        self.eps = eps
         self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
         device = self.parameters[0].device
@@ -337,7 +334,7 @@ class RAdam:
             early = rho <= 5  # as in PyTorch; the paper has 4
             rate = self.lr / (1 - beta1_power) * rectification.masked_fill(early, 1)
             denominators = torch._foreach_sqrt(self.exp_avg_sqs)
-            torch._foreach_add_(denominators, self.eps)
+            torch._foreach_add_(denominators, 1e-8)
             denominators = [each.masked_fill(early, 1) for each in denominators]
             changes = torch._foreach_div(self.exp_avgs, denominators)
             torch._foreach_mul_(changes, rate.to(self.lr.dtype))
@@ -424,10 +421,11 @@ def compile_agent(agent: PQN) -> None:
     if next(agent.parameters()).is_cpu:
         # Inductor sums the gradients of a layer norm's weights over the batch column by column,
         # which misses the caches; without its decompositions it calls PyTorch's own kernels
-        from torch._inductor.decomposition import decompositions
+        from torch._inductor.decomposition import decompositions, remove_decompositions
 
-        for norm in (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward):
-            decompositions.pop(norm.default, None)
+        aten = torch.ops.aten
+        norms = [aten.native_layer_norm, aten.native_layer_norm_backward]
+        remove_decompositions(decompositions, norms)
     agent.act = torch.compile(agent.act, fullgraph=True)
     agent.update = torch.compile(agent.update, fullgraph=True)
 
@@ -603,8 +601,9 @@ def evaluate(agent: PQN, args: Args, video: Path) -> float:
         explores = torch.rand(games, generator=generator) < args.end_e
         random_actions = torch.randint(num_actions, (games,), generator=generator)
         inputs = torch.from_numpy(obs).to(device)
-        draws = explores.to(device), random_actions.to(device)
-        actions, _ = PQN.act(agent, inputs, *draws)  # agent.act may be compiled
+        explores = explores.to(device)
+        random_actions = random_actions.to(device)
+        actions, _ = PQN.act(agent, inputs, explores, random_actions)  # agent.act may be compiled
         actions = actions.cpu().numpy()
         obs, rewards, _, _, infos = envs.step(actions)
         returns += running * rewards

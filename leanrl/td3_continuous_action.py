@@ -98,8 +98,7 @@ def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vect
     makers = [make_env] * num_envs
     if video is not None:
         makers[0] = lambda: make_env(render_mode="rgb_array")
-    same_step = gym.vector.AutoresetMode.SAME_STEP
-    envs = gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
+    envs = gym.vector.SyncVectorEnv(makers, autoreset_mode="SameStep")
     actions = envs.single_action_space
     flat_obs = len(envs.single_observation_space.shape or ()) == 1
     flat_actions = isinstance(actions, Box) and len(actions.shape) == 1

@@ -111,8 +111,7 @@ def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vect
     makers = [make_env] * num_envs
     if video is not None:
         makers[0] = lambda: make_env(render_mode="rgb_array")
-    same_step = gym.vector.AutoresetMode.SAME_STEP
-    envs = gym.vector.SyncVectorEnv(makers, autoreset_mode=same_step)
+    envs = gym.vector.SyncVectorEnv(makers, autoreset_mode="SameStep")
     actions = envs.single_action_space
     flat_obs = len(envs.single_observation_space.shape or ()) == 1
     flat_actions = isinstance(actions, Box) and len(actions.shape) == 1
@@ -213,36 +212,27 @@ class ReplayBuffer:
         self.size = 0
         # speed: a transition is one row, so storing is one copy and sampling one gather; a graph
         # needs its batch in a fixed place, and reads on the device how many rows are filled
-        widths = Batch(
-            obs=obs_dim,
-            actions=action_dim,
-            next_obs=obs_dim,
-            rewards=1,
-            terminated=1,
-        )
+        widths = obs_dim, action_dim, obs_dim, 1, 1  # in the order of Batch
         with one_line("--buffer-size"):
             # speed: all rows, then those of a batch, whose fields are views of them
             self.data = torch.empty(self.capacity, sum(widths), device=device)
         self.device_size = torch.zeros((), dtype=torch.float64, device=device)
         self.rows = torch.empty(args.batch_size, sum(widths), device=device)
-        columns = self.rows.split(widths, dim=1)
-        batch = Batch._make(columns)
-        # fields that are (B,), not (B, 1): if you add one, it belongs here
-        rewards = batch.rewards.squeeze(1)
-        terminated = batch.terminated.squeeze(1)
-        self.batch = batch._replace(rewards=rewards, terminated=terminated)
+        obs, actions, next_obs, rewards, terminated = self.rows.split(widths, dim=1)
+        self.batch = Batch(
+            obs=obs,
+            actions=actions,
+            next_obs=next_obs,
+            rewards=rewards.squeeze(1),  # (B,), not (B, 1)
+            terminated=terminated.squeeze(1),
+        )
 
     def add(self, transitions: Batch) -> None:
         """Stores N transitions, whose fields are (N, ...)."""
         end = self.position + len(transitions.rewards)
-        # speed: one copy, for which the CPU does not wait: PyTorch uses pinned memory again only
-        # after the copies from it
-        shape = len(transitions.rewards), -1
-        columns = [np.reshape(new, shape) for new in transitions]
-        rows = np.concatenate(columns, axis=1, dtype=np.float32)
-        rows = torch.from_numpy(rows)
-        if self.data.is_cuda:
-            rows = rows.pin_memory()
+        # speed: one copy, for which the CPU does not wait
+        rows = np.column_stack(transitions)
+        rows = torch.from_numpy(rows).float()
         self.data[self.position : end].copy_(rows, non_blocking=True)
         self.device_size.clamp_(min=end)
         self.size = max(self.size, end)
@@ -270,9 +260,9 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: dict) -> None:
         # speed: one tensor, and its size on the device as well
-        self.size = min(len(state["data"]), self.capacity)  # what fits
-        saved = state["data"][: self.size]
-        self.data[: self.size].copy_(saved)
+        saved = state["data"][: self.capacity]  # what fits
+        self.size = len(saved)
+        self.data[: self.size] = saved
         self.device_size.fill_(self.size)
         whole_steps = state["position"] % self.capacity // self.args.num_envs
         self.position = whole_steps * self.args.num_envs
@@ -323,13 +313,11 @@ class Adam:
         self.eps = eps
         self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
-        device = self.parameters[0].device
-        self.beta_powers = [torch.ones((), device=device) for _ in self.betas]
-        self.lr = torch.tensor(lr, device=device)
+        self.lr = torch.tensor(lr, device=self.parameters[0].device)
+        self.beta_powers = [torch.ones_like(self.lr) for _ in self.betas]
 
     def state_dict(self):
-        tensors = [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]
-        return {"state": tensors}
+        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
 
     def load_state_dict(self, state):
         torch._foreach_copy_(self.state_dict()["state"], state["state"])
@@ -471,8 +459,7 @@ def capture_agent(agent: TD3, rb: ReplayBuffer) -> None:
     """
     update = agent.update
     recorded = dict(vars(agent.args))
-    device = rb.data.device
-    metrics = defaultdict(lambda: torch.zeros((), device=device))
+    metrics = defaultdict(lambda: rb.data.new_zeros(()))
     capture = partial(CudaGraphModule, warmup=3)
 
     def update_in_place(actor_due):

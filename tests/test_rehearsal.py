@@ -363,7 +363,7 @@ def row(rate: float, count: int) -> dict:
 
 
 ACTIONS, DIVERGENCE = {"actions = actions.cpu()": 1}, {"if args.target_kl is not None": 1}
-PARAMETERS = {"self.std = log_std.exp().cpu()": 1, "array = parameter.detach().cpu()": 12}
+PARAMETERS = {"self.std = log_std.exp().cpu()": 1, "self.arrays = [tensor.cpu()": 12}
 PPO_WAITS = row(1, 7) | PARAMETERS | {"tensors[name] = torch.as_tensor(": 5}
 CARTPOLE_WAITS = row(1, 7) | {"mean_return = returns.nanmean().item()": 1}
 EACH_STEP = row(1, 7) | {"actions = sample.cpu()": 16, "inputs = torch.from_numpy(obs)": 1}

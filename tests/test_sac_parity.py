@@ -344,6 +344,7 @@ def test_graphs_refuse_another_batch_and_other_args():
     args = variant.Args(buffer_size=1000)
     agent = variant.SAC(args, OBS, ACTION_SPACE, CPU)
     rb = variant.ReplayBuffer(args, OBS, A, CPU)
+    rb.data.zero_()  # nothing has been stored: it would be whatever was in memory
     variant.capture_agent(agent, rb)
     batch = rb.sample()
     assert agent.update(batch, True, True)["losses/qf_loss"].isfinite()
