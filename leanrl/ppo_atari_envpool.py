@@ -6,11 +6,11 @@
 
 Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.06347), with CleanRL's
 defaults and the network of Mnih et al., 2015. A step is 4 frames, seen as the last 4 steps' frames
-of 84 x 84 in grey; the loss of a life ends an episode and rewards are clipped to their sign, while
-the returns that are logged are whole games' scores, less what scores in the up to 30 frames with
-which EnvPool begins each life. Unlike in CleanRL, a game that meets the limit of frames
-bootstraps from the value of its final observation, and no step with which EnvPool resets a game is
-learned from. EnvPool (requirements/envpool.txt) brings all games along.
+of 84 x 84 in grey; the loss of a life ends an episode and rewards are clipped to their sign. Logged
+returns are whole games' scores, without the points of the up to 30 idle frames with which EnvPool
+begins each life. Unlike in CleanRL, a game that meets the limit of frames bootstraps from the value
+of its final observation, and no step with which EnvPool resets a game is learned from. EnvPool
+(requirements/envpool.txt) brings all games along.
 
 Its twin ppo_atari_envpool_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, A actions, O = 4 x 84 x 84.
@@ -71,21 +71,21 @@ class Args:
     num_envs: int = 8  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 2.5e-4  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly towards zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.1  # how far the ratio of new to old probabilities may go from 1
-    clip_vloss: bool = True  # clip the change of the value in the same way
+    clip_vloss: bool = True  # also clip how far a value may go from its old one
     ent_coef: float = 0.01  # weight of the entropy in the loss
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
-    target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
+    target_kl: float | None = None  # stop after an epoch whose last minibatch's KL exceeds it
 
 
-STEADY_AFTER = 3  # rollouts, then compilation and capture are long over
+STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 OBS_SHAPE = (4, 84, 84)  # frames, height, width
 
 
@@ -235,7 +235,7 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the mean squared error of the values -> loss ().
 
-    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    With a clip_coef, the larger of this and the error of the old value plus its clipped change.
     """
     errors = (values - batch.returns).square()
     if clip_coef is not None:
@@ -326,7 +326,7 @@ class PPO(nn.Module):
         return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
-        """One gradient step on the steps of `batch` in index."""
+        """One gradient step on the minibatch `batch[index]`."""
         minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()

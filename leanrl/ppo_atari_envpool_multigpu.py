@@ -84,21 +84,21 @@ class Args:
     num_envs: int = 8  # environments stepped side by side, in all processes together
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 2.5e-4  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly towards zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.1  # how far the ratio of new to old probabilities may go from 1
-    clip_vloss: bool = True  # clip the change of the value in the same way
+    clip_vloss: bool = True  # also clip how far a value may go from its old one
     ent_coef: float = 0.01  # weight of the entropy in the loss
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
-    target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
+    target_kl: float | None = None  # stop after an epoch whose last minibatch's KL exceeds it
 
 
-STEADY_AFTER = 3  # rollouts, then compilation and capture are long over
+STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 OBS_SHAPE = (4, 84, 84)  # frames, height, width
 PATIENCE = timedelta(hours=1)  # for which processes wait for each other, as for an evaluation
 RANK = int(os.environ.get("RANK", 0))  # of this process, from torchrun
@@ -263,7 +263,7 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the mean squared error of the values -> loss ().
 
-    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    With a clip_coef, the larger of this and the error of the old value plus its clipped change.
     """
     errors = (values - batch.returns).square()
     if clip_coef is not None:

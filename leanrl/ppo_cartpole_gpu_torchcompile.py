@@ -79,21 +79,21 @@ class Args:
     num_envs: int = 4096  # environments stepped side by side
     num_steps: int = 32  # steps of a rollout in each environment
     learning_rate: float = 2.5e-3  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly towards zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # how far the ratio of new to old probabilities may go from 1
-    clip_vloss: bool = True  # clip the change of the value in the same way
+    clip_vloss: bool = True  # also clip how far a value may go from its old one
     ent_coef: float = 0.01  # weight of the entropy in the loss
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
-    target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
+    target_kl: float | None = None  # stop after an epoch whose last minibatch's KL exceeds it
 
 
-STEADY_AFTER = 3  # rollouts, then all is compiled and captured
+STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 # speed: activations of about so many rows, 1 MB per layer, stay in a CPU's caches
 CACHED_ROWS = 4096
 
@@ -104,10 +104,10 @@ CACHED_ROWS = 4096
 class CartPole(gym.vector.VectorEnv):
     """N environments CartPole-v1 as tensors on `device`, which reset in the step that ends them.
 
-    What `step` returns are dense tensors there, infos included: `final_obs` is the observation
+    What `step` returns are tensors on `device`, infos included: `final_obs` is the observation
     before any reset, `episode` has return and length so far, `_final_obs` and `_episode` are the
     mask of those that ended. Nothing waits for the device, and `state` and `lengths` are changed in
-    place, as CUDA graphs need it. Other rewards than 1 are to be added up for `episode`, too.
+    place, as CUDA graphs need it. If you change the rewards, add them up for `episode` as well.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -142,10 +142,10 @@ class CartPole(gym.vector.VectorEnv):
         self.lengths.zero_()
         return self.state.clone(), {}
 
-    def step(self, actions: Tensor, noise: Tensor | None = None) -> tuple:
+    def step(self, actions: Tensor, starts: Tensor | None = None) -> tuple:
         """Actions (N,) -> observations (N, 4), rewards, terminated, truncated, each (N,), infos.
 
-        New episodes start at `noise` (N, 4), uniform in [-0.05, 0.05); drawn here if not given.
+        New episodes begin at `starts` (N, 4), uniform in [-0.05, 0.05); drawn here if not given.
         """
         final_obs = self.dynamics(self.state, actions)
         self.lengths += 1
@@ -154,9 +154,9 @@ class CartPole(gym.vector.VectorEnv):
         truncated = self.lengths >= self.max_steps
         ended = terminated | truncated
         lengths = self.lengths.clone()
-        if noise is None:
-            noise = torch.empty_like(final_obs).uniform_(-0.05, 0.05)
-        next_state = torch.where(ended[:, None], noise, final_obs)
+        if starts is None:
+            starts = torch.empty_like(final_obs).uniform_(-0.05, 0.05)
+        next_state = torch.where(ended[:, None], starts, final_obs)
         self.state.copy_(next_state)
         self.lengths.masked_fill_(ended, 0)
         infos = {
@@ -175,8 +175,8 @@ class CartPole(gym.vector.VectorEnv):
         moment = self.pole_mass * self.half_length
         force = self.force * (2 * actions - 1)
         push = (force + moment * theta_dot.square() * sin) / self.total_mass
-        inertia = self.half_length * (4 / 3 - self.pole_mass * cos.square() / self.total_mass)
-        theta_acc = (self.gravity * sin - cos * push) / inertia
+        length = self.half_length * (4 / 3 - self.pole_mass * cos.square() / self.total_mass)
+        theta_acc = (self.gravity * sin - cos * push) / length
         x_acc = push - moment * theta_acc * cos / self.total_mass
         changes = torch.stack([x_dot, x_acc, theta_dot, theta_acc], dim=1)
         return state + self.tau * changes
@@ -284,7 +284,7 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the mean squared error of the values -> loss ().
 
-    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    With a clip_coef, the larger of this and the error of the old value plus its clipped change.
     """
     errors = (values - batch.returns).square()
     if clip_coef is not None:
@@ -438,7 +438,7 @@ class PPO(nn.Module):
         return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
-        """One gradient step on the steps of `batch` in index."""
+        """One gradient step on the minibatch `batch[index]`."""
         # speed: three compiled parts. On a CPU the middle one takes about as many rows as caches
         # hold; the mean of the pieces' gradients is the minibatch's. A GPU takes all rows at once
         first, *others = self.gather(batch, index)

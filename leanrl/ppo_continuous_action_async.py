@@ -93,21 +93,21 @@ class Args:
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps of a rollout in each environment
     learning_rate: float = 3e-4  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly towards zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
     update_epochs: int = 10  # passes over a rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # how far the ratio of new to old probabilities may go from 1
-    clip_vloss: bool = True  # clip the change of the value in the same way
+    clip_vloss: bool = True  # also clip how far a value may go from its old one
     ent_coef: float = 0.0  # weight of the entropy in the loss
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
-    target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
+    target_kl: float | None = None  # stop after an epoch whose last minibatch's KL exceeds it
 
 
-STEADY_AFTER = 3  # rollouts, then all is compiled and captured
+STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 
 
 # Environment
@@ -126,7 +126,7 @@ def make_envs(
 
     def make_env(**options) -> gym.Env:
         env = gym.make(env_id, **options)
-        if options:
+        if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         actions = env.action_space
         flat_obs = len(env.observation_space.shape or ()) == 1
@@ -329,7 +329,7 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the mean squared error of the values -> loss ().
 
-    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    With a clip_coef, the larger of this and the error of the old value plus its clipped change.
     """
     errors = (values - batch.returns).square()
     if clip_coef is not None:
@@ -383,7 +383,7 @@ class PPO(nn.Module):
         self.optimizers = (self.optimizer,)
 
     def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """obs (N, O), normal noise (N, A) -> actions (N, A), log_probs (N,), values (N,)."""
+        """obs (N, O), standard normal noise (N, A) -> actions (N, A), log_probs, values (N,)."""
         with torch.no_grad():
             mean, log_std, values = self.model(obs)
             actions = mean + log_std.exp() * noise
@@ -393,8 +393,7 @@ class PPO(nn.Module):
     def value(self, obs: Tensor) -> Tensor:
         """obs (..., O) -> values (...)."""
         with torch.no_grad():
-            _, _, values = self.model(obs)
-            return values
+            return self.model.critic(obs).squeeze(-1)
 
     def prepare(self, rollout: Rollout, stale: bool) -> Batch:
         """A rollout, perhaps `stale`: made by older weights -> B = T N steps to learn from."""
@@ -430,7 +429,7 @@ class PPO(nn.Module):
             return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
-        """One gradient step on the steps of `batch` in index."""
+        """One gradient step on the minibatch `batch[index]`."""
         minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()

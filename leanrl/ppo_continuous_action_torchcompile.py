@@ -66,25 +66,25 @@ class Args:
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps of a rollout in each environment
     learning_rate: float = 3e-4  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly towards zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
     update_epochs: int = 10  # passes over a rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # how far the ratio of new to old probabilities may go from 1
-    clip_vloss: bool = True  # clip the change of the value in the same way
+    clip_vloss: bool = True  # also clip how far a value may go from its old one
     ent_coef: float = 0.0  # weight of the entropy in the loss
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
-    target_kl: float | None = None  # end the epochs at such a KL divergence from the old policy
+    target_kl: float | None = None  # stop after an epoch whose last minibatch's KL exceeds it
     # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
     # once all that it has recorded; any combination of the flags works, none too
     compile: bool = False  # compile the update with torch.compile
     cudagraphs: bool = False  # replay the preparation of a rollout and an epoch as CUDA graphs
 
 
-STEADY_AFTER = 3  # rollouts, then all is compiled and captured
+STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 
 
 # Environment
@@ -179,7 +179,7 @@ def make_envs(
 
     def make_env(**options) -> gym.Env:
         env = gym.make(env_id, **options)
-        if options:
+        if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         actions = env.action_space
         flat_obs = len(env.observation_space.shape or ()) == 1
@@ -339,7 +339,7 @@ def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Ten
 def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     """Half the mean squared error of the values -> loss ().
 
-    With a clip_coef of the value or, if farther off, of the old one plus its clipped change.
+    With a clip_coef, the larger of this and the error of the old value plus its clipped change.
     """
     errors = (values - batch.returns).square()
     if clip_coef is not None:
@@ -468,7 +468,7 @@ class PPO(nn.Module):
         self.numpy_critic = NumPyMLP(self.model.critic)
 
     def act(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        """obs (N, O), normal noise (N, A) -> actions (N, A)."""
+        """obs (N, O), standard normal noise (N, A) -> actions (N, A)."""
         return self.numpy_actor(obs) + self.std * noise
 
     def value(self, obs: np.ndarray) -> np.ndarray:
@@ -506,7 +506,7 @@ class PPO(nn.Module):
             return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
-        """One gradient step on the steps of `batch` in index."""
+        """One gradient step on the minibatch `batch[index]`."""
         minibatch = Batch._make([column[index] for column in batch])
         # speed: the network is called with pieces of the vector, so its gradient is a vector, too
         sizes = [shape.numel() for shape in self.shapes.values()]

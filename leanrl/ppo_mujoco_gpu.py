@@ -556,7 +556,7 @@ class PPO(nn.Module):
         self.optimizers = (self.optimizer,)
 
     def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """obs (N, O), normal noise (N, A) -> actions (N, A), log_probs (N,)."""
+        """obs (N, O), standard normal noise (N, A) -> actions (N, A), log_probs (N,)."""
         with torch.no_grad():
             mean, log_std = self.model(obs)
             actions = mean + log_std.exp() * noise
@@ -592,7 +592,7 @@ class PPO(nn.Module):
         return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
-        """One gradient step on the steps of `batch` in index."""
+        """One gradient step on the minibatch `batch[index]`."""
         minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
         self.optimizer.zero_grad()

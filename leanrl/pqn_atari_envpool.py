@@ -5,14 +5,14 @@
     python leanrl/pqn_atari_envpool.py --resume runs/RUN            # go on from its checkpoint.pt
 
 Gallici et al., "Simplifying Deep Temporal Difference Learning", 2024 (arXiv:2407.04811): Q-learning
-by lambda-returns over rollouts of parallel games, whose network has layer normalization and needs
-neither a replay buffer nor a target network. Defaults are CleanRL's, the network is that of Mnih et
-al., 2015, with LayerNorm. A step is 4 frames, seen as the last 4 steps' frames of 84 x 84 in grey;
-the loss of a life ends an episode and rewards are clipped to their sign, while the returns that are
-logged are whole games' scores, less what scores in the up to 30 frames with which EnvPool begins
-each life. Unlike in CleanRL, no return reaches over the end of an episode, a game that meets
-the limit of frames bootstraps from its final observation, and no step with which EnvPool resets a
-game is learned from.
+on lambda-returns of rollouts from parallel games; with layer normalization it needs neither a
+replay buffer nor a target network. Defaults are CleanRL's, the network is that of Mnih et al.,
+2015, with LayerNorm. A step is 4 frames, seen as the last 4 steps' frames of 84 x 84 in grey; the
+loss of a life ends an episode and rewards are clipped to their sign. Logged returns are whole
+games' scores, without the points of the up to 30 idle frames with which EnvPool begins each life.
+Unlike in CleanRL, no return reaches over the end of an episode, a game that meets the limit of
+frames bootstraps from its final observation, and no step with which EnvPool resets a game is
+learned from. EnvPool (requirements/envpool.txt) brings all games along.
 
 Its twin pqn_atari_envpool_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, A actions, O = 4 x 84 x 84.
@@ -71,7 +71,7 @@ class Args:
     num_envs: int = 8  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 2.5e-4  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly towards zero
     gamma: float = 0.99  # discount factor
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
@@ -82,7 +82,7 @@ class Args:
     q_lambda: float = 0.65  # lambda of the returns: 0 is one step, 1 the whole rollout
 
 
-STEADY_AFTER = 3  # rollouts, then compilation and capture are long over
+STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 OBS_SHAPE = (4, 84, 84)  # frames, height, width
 
 
@@ -272,7 +272,7 @@ class PQN(nn.Module):
         return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
-        """One gradient step on the steps of `batch` in index."""
+        """One gradient step on the minibatch `batch[index]`."""
         minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = td_loss(self.model, minibatch)
         self.optimizer.zero_grad()

@@ -80,7 +80,7 @@ class Args:
     num_envs: int = 8  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 2.5e-4  # learning rate of the optimizer, at first
-    anneal_lr: bool = True  # lower it from rollout to rollout, linearly to zero at the end
+    anneal_lr: bool = True  # lower it from rollout to rollout, linearly towards zero
     gamma: float = 0.99  # discount factor
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
@@ -91,7 +91,7 @@ class Args:
     q_lambda: float = 0.65  # lambda of the returns: 0 is one step, 1 the whole rollout
 
 
-STEADY_AFTER = 3  # rollouts, then compilation and capture are long over
+STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 OBS_SHAPE = (4, 84, 84)  # frames, height, width
 
 
@@ -379,7 +379,7 @@ class PQN(nn.Module):
         return Batch._make([column.flatten(0, 1) for column in batch])
 
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
-        """One gradient step on the steps of `batch` in index."""
+        """One gradient step on the minibatch `batch[index]`."""
         minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = td_loss(self.model, minibatch)
         # speed: gradients as values: no .grad to fill and to zero, and zero_grad cannot be compiled

@@ -78,7 +78,7 @@ class Args:
     cudagraphs: bool = False  # replay acting, sampling and updating as CUDA graphs
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
-    total_timesteps: int = 1_000_000  # environment steps of the whole run, over all environments
+    total_timesteps: int = 1_000_000  # environment steps over all environments, rounded down
     num_envs: int = 1  # environments stepped side by side
     utd_ratio: float = 1.0  # update-to-data ratio: updates per environment step
     buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
@@ -90,7 +90,7 @@ class Args:
     q_lr: float = 1e-3  # learning rate of the Q-networks and of the temperature
     policy_frequency: int = 2  # every n-th update updates the policy, n times to make up for it
     target_network_frequency: int = 1  # every n-th update updates the target networks
-    alpha: float = 0.2  # entropy temperature where it is not tuned
+    alpha: float = 0.2  # entropy temperature where it is not tuned; a resumed run keeps its own
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
 
 
@@ -108,7 +108,7 @@ def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vect
 
     def make_env(**options) -> gym.Env:
         env = gym.make(env_id, **options)
-        if options:
+        if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         return gym.wrappers.RecordEpisodeStatistics(env)
 
@@ -293,7 +293,7 @@ def critic_loss(agent: "SAC", batch: Batch, noise: Tensor, gamma: float) -> tupl
 
 
 def actor_loss(agent: "SAC", obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Distance of the policy to Q's Boltzmann policy (equation 9) -> loss (), log_probs (B,)."""
+    """Objective of the policy, reparameterized (equation 9) -> loss (), log_probs (B,)."""
     actions, log_probs = agent.actor.sample(obs, noise)
     values = agent.qf(obs, actions).amin(dim=0)
     alpha = agent.log_alpha.exp().detach()
@@ -385,7 +385,7 @@ class SAC(nn.Module):
             return actions
 
     def update_critic(self, batch: Batch, noise: Tensor) -> dict[str, Tensor]:
-        """One step of both Q-networks."""
+        """One step of both Q-networks, with standard normal noise (B, A)."""
         losses, values = critic_loss(self, batch, noise, self.args.gamma)
         gradient_step(losses.sum(), self.q_optimizer)
         losses = losses.detach()
@@ -548,7 +548,7 @@ def main(args: Args) -> Path:
     with run:
         while run.step < run.total_steps:
             # 1. Act: uniformly at random at first, then by the policy.
-            with run.stage("inference"):  # reading the actions waits for earlier updates, too
+            with run.stage("inference"):  # reading the actions waits for what is still queued
                 if run.step < args.learning_starts:
                     actions = envs.action_space.sample()
                 else:
@@ -577,17 +577,17 @@ def main(args: Args) -> Path:
             # 4. Store. Where an episode ended, next_obs is already the next episode's first.
             with run.stage("replay"):
                 ended = np.flatnonzero(terminated | truncated)
-                last_obs = next_obs.copy()
+                real_next_obs = next_obs.copy()
                 for i in ended:
-                    last_obs[i] = infos["final_obs"][i]
-                total = obs.sum() + actions.sum() + last_obs.sum() + rewards.sum()
+                    real_next_obs[i] = infos["final_obs"][i]
+                total = obs.sum() + actions.sum() + real_next_obs.sum() + rewards.sum()
                 if not abs(total) < 3e38:  # what float32 holds
                     raise SystemExit(f"step {run.step:,}: action, obs or reward is not finite")
                 rb.add(
                     Batch(
                         obs=obs,
                         actions=actions,
-                        next_obs=last_obs,
+                        next_obs=real_next_obs,
                         rewards=rewards,
                         terminated=terminated,
                     )
@@ -631,7 +631,8 @@ def evaluate(agent: SAC, args: Args, video: Path) -> float:
     if not args.capture_video:
         video = None
     envs = make_envs(args.env_id, args.eval_episodes, video)
-    noise = torch.zeros(envs.action_space.shape, device=agent.log_alpha.device)
+    device = agent.actor.action_scale.device
+    noise = torch.zeros(envs.action_space.shape, device=device)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
     unseen = args.seed + 2**31  # not the states of training

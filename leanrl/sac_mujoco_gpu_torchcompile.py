@@ -85,7 +85,7 @@ class Args:
     env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
     randomize: float = 0.0  # 0.2: each world's masses, friction, gears are 0.8 to 1.2 the model's
-    total_timesteps: int = 5_000_000  # environment steps of the whole run, over all environments
+    total_timesteps: int = 5_000_000  # environment steps over all environments, rounded down
     num_envs: int = 64  # environments stepped side by side
     utd_ratio: float = 0.25  # update-to-data ratio: updates per environment step
     buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
@@ -567,7 +567,7 @@ def critic_loss(agent: "SAC", batch: Batch, noise: Tensor, gamma: float) -> tupl
 
 
 def actor_loss(agent: "SAC", obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Distance of the policy to Q's Boltzmann policy (equation 9) -> loss (), log_probs (B,)."""
+    """Objective of the policy, reparameterized (equation 9) -> loss (), log_probs (B,)."""
     actions, log_probs = agent.actor.sample(obs, noise)
     values = agent.qf(obs, actions).amin(dim=0)
     alpha = agent.log_alpha.exp().detach()
@@ -692,7 +692,7 @@ class SAC(nn.Module):
             return actions
 
     def update_critic(self, batch: Batch, noise: Tensor) -> dict[str, Tensor]:
-        """One step of both Q-networks."""
+        """One step of both Q-networks, with standard normal noise (B, A)."""
         batch = batch._replace(
             obs=self.normalize(batch.obs),
             next_obs=self.normalize(batch.next_obs),

@@ -9,7 +9,9 @@ Algorithm 1 of Fujimoto et al., "Addressing Function Approximation Error in Acto
 2018 (arXiv:1802.09477), with CleanRL's defaults, but for HalfCheetah-v5 instead of Hopper-v4: twin
 Q-networks, target policy smoothing, one update per environment step and, on every second one, one
 of the policy and of all targets. A truncated episode bootstraps, a terminated one does not. The
-updates come between action and environment step: a GPU works on them while the simulator steps.
+updates come between action and environment step: a GPU works on them while the simulator steps. So,
+unlike in CleanRL, they do not know that step yet; and N environments mean N updates per step of
+all.
 Its twin td3_continuous_action_torchcompile.py is this file with the hunks marked `# speed:`;
 `diff` with sac_continuous_action.py shows what distinguishes the algorithms.
 Shapes: N environments, B batch, O observation, A action.
@@ -64,7 +66,7 @@ class Args:
     stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
-    total_timesteps: int = 1_000_000  # environment steps of the whole run, over all environments
+    total_timesteps: int = 1_000_000  # environment steps over all environments, rounded down
     num_envs: int = 1  # environments stepped side by side
     utd_ratio: float = 1.0  # update-to-data ratio: updates per environment step
     buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
@@ -74,8 +76,8 @@ class Args:
     learning_starts: int = 25_000  # environment steps with random actions before the first update
     learning_rate: float = 3e-4  # learning rate of the policy and of the Q-networks
     policy_frequency: int = 2  # every n-th update updates the policy and all targets: the delay
-    exploration_noise: float = 0.1  # standard deviation of acting's noise, in half action ranges
-    policy_noise: float = 0.2  # the same of the noise that smooths the target policy
+    exploration_noise: float = 0.1  # standard deviation of the actions' noise, in half their ranges
+    policy_noise: float = 0.2  # standard deviation of the noise that smooths the target policy
     noise_clip: float = 0.5  # bound of the smoothing noise, in half action ranges
 
 
@@ -91,7 +93,7 @@ def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vect
 
     def make_env(**options) -> gym.Env:
         env = gym.make(env_id, **options)
-        if options:
+        if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         return gym.wrappers.RecordEpisodeStatistics(env)
 
@@ -132,7 +134,7 @@ class TwinQ(nn.ModuleList):
 
 
 class Actor(nn.Module):
-    """Deterministic policy whose tanh fills the box [low, high]."""
+    """Tanh-squashed deterministic policy whose actions fill the box [low, high]."""
 
     def __init__(self, obs_dim: int, action_space: Box):
         super().__init__()
@@ -346,7 +348,7 @@ def main(args: Args) -> Path:
     with run:
         while run.step < run.total_steps:
             # 1. Act: uniformly at random at first, then by the policy.
-            with run.stage("inference"):  # reading the actions waits for earlier updates, too
+            with run.stage("inference"):  # reading the actions waits for what is still queued
                 if run.step < args.learning_starts:
                     actions = envs.action_space.sample()
                 else:
@@ -374,17 +376,17 @@ def main(args: Args) -> Path:
             # 4. Store. Where an episode ended, next_obs is already the next episode's first.
             with run.stage("replay"):
                 ended = np.flatnonzero(terminated | truncated)
-                last_obs = next_obs.copy()
+                real_next_obs = next_obs.copy()
                 for i in ended:
-                    last_obs[i] = infos["final_obs"][i]
-                total = obs.sum() + actions.sum() + last_obs.sum() + rewards.sum()
+                    real_next_obs[i] = infos["final_obs"][i]
+                total = obs.sum() + actions.sum() + real_next_obs.sum() + rewards.sum()
                 if not abs(total) < 3e38:  # what float32 holds
                     raise SystemExit(f"step {run.step:,}: action, obs or reward is not finite")
                 rb.add(
                     Batch(
                         obs=obs,
                         actions=actions,
-                        next_obs=last_obs,
+                        next_obs=real_next_obs,
                         rewards=rewards,
                         terminated=terminated,
                     )

@@ -77,7 +77,7 @@ class Args:
     cudagraphs: bool = False  # replay acting, sampling and updating as CUDA graphs
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
-    total_timesteps: int = 1_000_000  # environment steps of the whole run, over all environments
+    total_timesteps: int = 1_000_000  # environment steps over all environments, rounded down
     num_envs: int = 1  # environments stepped side by side
     utd_ratio: float = 1.0  # update-to-data ratio: updates per environment step
     buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
@@ -87,8 +87,8 @@ class Args:
     learning_starts: int = 25_000  # environment steps with random actions before the first update
     learning_rate: float = 3e-4  # learning rate of the policy and of the Q-networks
     policy_frequency: int = 2  # every n-th update updates the policy and all targets: the delay
-    exploration_noise: float = 0.1  # standard deviation of acting's noise, in half action ranges
-    policy_noise: float = 0.2  # the same of the noise that smooths the target policy
+    exploration_noise: float = 0.1  # standard deviation of the actions' noise, in half their ranges
+    policy_noise: float = 0.2  # standard deviation of the noise that smooths the target policy
     noise_clip: float = 0.5  # bound of the smoothing noise, in half action ranges
 
 
@@ -104,7 +104,7 @@ def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vect
 
     def make_env(**options) -> gym.Env:
         env = gym.make(env_id, **options)
-        if options:
+        if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         return gym.wrappers.RecordEpisodeStatistics(env)
 
@@ -164,7 +164,7 @@ class TwinQ(nn.ModuleList):
 
 
 class Actor(nn.Module):
-    """Deterministic policy whose tanh fills the box [low, high]."""
+    """Tanh-squashed deterministic policy whose actions fill the box [low, high]."""
 
     def __init__(self, obs_dim: int, action_space: Box):
         super().__init__()
@@ -524,7 +524,7 @@ def main(args: Args) -> Path:
     with run:
         while run.step < run.total_steps:
             # 1. Act: uniformly at random at first, then by the policy.
-            with run.stage("inference"):  # reading the actions waits for earlier updates, too
+            with run.stage("inference"):  # reading the actions waits for what is still queued
                 if run.step < args.learning_starts:
                     actions = envs.action_space.sample()
                 else:
@@ -552,17 +552,17 @@ def main(args: Args) -> Path:
             # 4. Store. Where an episode ended, next_obs is already the next episode's first.
             with run.stage("replay"):
                 ended = np.flatnonzero(terminated | truncated)
-                last_obs = next_obs.copy()
+                real_next_obs = next_obs.copy()
                 for i in ended:
-                    last_obs[i] = infos["final_obs"][i]
-                total = obs.sum() + actions.sum() + last_obs.sum() + rewards.sum()
+                    real_next_obs[i] = infos["final_obs"][i]
+                total = obs.sum() + actions.sum() + real_next_obs.sum() + rewards.sum()
                 if not abs(total) < 3e38:  # what float32 holds
                     raise SystemExit(f"step {run.step:,}: action, obs or reward is not finite")
                 rb.add(
                     Batch(
                         obs=obs,
                         actions=actions,
-                        next_obs=last_obs,
+                        next_obs=real_next_obs,
                         rewards=rewards,
                         terminated=terminated,
                     )

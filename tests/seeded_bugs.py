@@ -193,7 +193,7 @@ BUGS = [
     Bug(
         f"{TD3} leanrl/sac_continuous_*.py",
         'last_obs[i] = infos["final_obs"][i]',
-        "last_obs[i] = next_obs[i]",
+        "real_next_obs[i] = next_obs[i]",
         "test_sac.py::test_truncated_episodes_bootstrap_from_their_final_observation",
     ),
     Bug(
@@ -491,8 +491,8 @@ BUGS = [
     ),
     Bug(
         CARTPOLE,
-        "inertia = self.half_length * (4 / 3 - self.pole_mass * cos.square() / self.total_mass)",
-        "inertia = self.half_length * (4 / 3 - self.pole_mass * cos / self.total_mass)",
+        "length = self.half_length * (4 / 3 - self.pole_mass * cos.square() / self.total_mass)",
+        "length = self.half_length * (4 / 3 - self.pole_mass * cos / self.total_mass)",
         "test_cartpole.py::test_a_step_is_gymnasiums",
     ),
     Bug(
@@ -819,8 +819,8 @@ BUGS = [
     ),
     Bug(
         f"{TD3} leanrl/sac_continuous_*.py",
-        "total = obs.sum() + actions.sum() + last_obs.sum() + rewards.sum()",
-        "total = actions.sum() + last_obs.sum() + rewards.sum()",
+        "total = obs.sum() + actions.sum() + real_next_obs.sum() + rewards.sum()",
+        "total = actions.sum() + real_next_obs.sum() + rewards.sum()",
         "test_resume.py::test_a_first_observation_that_is_not_finite_is_not_stored",
     ),
     Bug(
