@@ -192,7 +192,7 @@ BUGS = [
     # SAC and TD3: main
     Bug(
         f"{TD3} leanrl/sac_continuous_*.py",
-        'last_obs[i] = infos["final_obs"][i]',
+        'real_next_obs[i] = infos["final_obs"][i]',
         "real_next_obs[i] = next_obs[i]",
         "test_sac.py::test_truncated_episodes_bootstrap_from_their_final_observation",
     ),

@@ -103,7 +103,7 @@ class ProcessesCartPole(OthersCartPole):
         self.envs.seed(seed)
         return torch.as_tensor(self.envs.reset(), device=self.device), {}
 
-    def step(self, actions, noise=None) -> tuple:
+    def step(self, actions, starts=None) -> tuple:
         obs, _, ended, infos = self.envs.step(actions.cpu().numpy())
         final_obs = obs.copy()
         truncated = np.zeros_like(ended)
@@ -132,7 +132,7 @@ class EnvPoolCartPole(OthersCartPole):
         obs, _ = self.envs.reset()
         return torch.as_tensor(obs, device=self.device), {}
 
-    def step(self, actions, noise=None) -> tuple:
+    def step(self, actions, starts=None) -> tuple:
         """EnvPool begins an episode in a step of its own, which is made here at once."""
         actions = actions.cpu().numpy().astype(np.int32)
         final_obs, _, terminated, truncated, infos = self.envs.step(actions)
