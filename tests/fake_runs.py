@@ -120,8 +120,8 @@ def write_events(path, rows):
     """TensorBoard files in `path` from (tag, step, seconds since the start, value)."""
     from torch.utils.tensorboard import SummaryWriter
 
-    start = time.time()
     with SummaryWriter(path) as writer:
+        start = time.time()  # not before the second that is in the file's name
         for tag, step, seconds, value in rows:
             writer.add_scalar(tag, value, step, walltime=start + seconds)
 

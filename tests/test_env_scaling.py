@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import env_report
 import env_scaling
@@ -123,13 +124,13 @@ def test_flat_and_linear_times_have_no_turning_point():
         assert env_report.describe_turning(fit, points) in ("none", "below 1", "above 1,000")
 
 
-def test_samples_are_per_step():
-    """A stepper that makes 10 steps per call, each of at least 2 ms."""
-    import time
-
-    stepper = env_scaling.Stepper(lambda: time.sleep(0.02), 10)
-    samples = env_scaling.time_steps(stepper, 0.1, 3)
-    assert len(samples) == 3 and all(0.002 <= seconds < 0.02 for seconds in samples)
+def test_samples_are_per_step(monkeypatch):
+    """A stepper that makes 10 steps per call, each of 2 ms by a clock of the test's."""
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(env_scaling, "time", clock)
+    stepper = env_scaling.Stepper(lambda: setattr(clock, "now", clock.now + 0.02), 10)
+    assert env_scaling.time_steps(stepper, 0.1, 3) == [pytest.approx(0.002)] * 3
 
 
 def test_a_copy_reads_and_writes_and_the_best_one_counts(monkeypatch):

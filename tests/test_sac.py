@@ -233,6 +233,7 @@ def test_an_update_gives_each_part_what_it_needs(module, monkeypatch):
         monkeypatch.setattr(module.SAC, name, call)
     args = module.Args(policy_frequency=3)
     agent = module.SAC(args, 3, gym.spaces.Box(-1, 1, (2,), np.float32), CPU)
+    torch.manual_seed(0)
     obs, actions, next_obs = torch.randn(4000, 3), torch.zeros(4000, 2), torch.randn(4000, 3)
     batch = module.Batch(obs, actions, next_obs, obs[:, 0], obs[:, 0])
     assert agent.update(batch, False, False) == {"update_critic": 1}

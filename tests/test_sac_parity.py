@@ -4,6 +4,7 @@ import difflib
 import functools
 import multiprocessing
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,9 +184,11 @@ def test_a_call_in_the_process_beside_ends_and_changes_nothing_here(tmp_path, mo
     torch.set_num_threads(2)
     values = torch.ones(500, 500)
     values @ values
-    found = tmp_path / "found"
+    found, seen = tmp_path / "found", tmp_path / "seen"
 
     def call():
+        while not seen.exists():  # or it might have ended before it is found
+            time.sleep(0.01)
         product = values.add_(1) @ values
         found.write_text(str(product[0, 0].item()))
         raise ValueError
@@ -194,7 +197,8 @@ def test_a_call_in_the_process_beside_ends_and_changes_nothing_here(tmp_path, mo
         others = multiprocessing.active_children()  # of former tests, which may still compile
         variant.compile_beside(call)
         (child,) = set(multiprocessing.active_children()) - set(others)
-        child.join(60)
+        seen.touch()
+        child.join(300)
         assert child.exitcode == 0 and found.read_text() == "2000.0"
     finally:
         torch.set_num_threads(threads)

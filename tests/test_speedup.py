@@ -283,7 +283,7 @@ def test_the_full_protocol_goes_on_where_it_stopped(stand_ins, tmp_path, capsys)
     assert speedup.main(call) == 1 and counts() == (8, 8)
     variant = stand_ins / "leanrl" / f"{SCRIPT}{run_dirs.VARIANT}.py"
     variant.write_text(variant.read_text().replace("sys.exit(3)", "pass"))
-    later = time.time() + 5
+    later = time.time() + 3600
     os.utime(variant, (later, later))
     assert speedup.main(call) == 0 and counts() == (14, 3)  # the baseline's three are kept
     assert speedup.main(call) == 0 and counts()[1] == 3  # still older than the script's new date
