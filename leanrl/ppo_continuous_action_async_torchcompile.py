@@ -640,7 +640,7 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
             truncations = []
             episodes = []
             nn.utils.vector_to_parameters(slot.weights.to(device), agent.parameters())
-            # speed: acting reads what is published, and is stored where the learner reads
+            # speed: acting reads what is published; what it did is stored where the learner reads
             agent.publish()
             noise = slot.noise.numpy()
             rollout = slot

@@ -242,6 +242,8 @@ class ReplayBuffer:
         # speed: one copy, for which the CPU does not wait
         rows = np.column_stack(transitions)
         rows = torch.from_numpy(rows).float()
+        if self.data.is_cuda:
+            rows = rows.pin_memory()  # not used again before it is copied
         self.data[self.position : end].copy_(rows, non_blocking=True)
         self.device_size.clamp_(min=end)
         self.size = max(self.size, end)

@@ -5,8 +5,8 @@
 
 Written to --out: NAME.md and NAME.json with the numbers, and NAME_stages as PNG and SVG: per script
 and row the microseconds per environment step of simulation, inference, backpropagation and the
-rest, by resource (colour) and layer (hatch); above them the total on a log axis, below them the
-transitions per iteration (figure 4 of RL-Scope, our rows in place of frameworks). Of several traced
+rest, by resource (colour) and layer (hatch); above them the total, below them the calls per
+iteration on a log axis (figure 4 of RL-Scope, our rows in place of frameworks). Of several traced
 runs of a row the newest counts, of finished ones where there are any.
 
 An iteration is one environment step of the agent: of all its environments side by side. Where one

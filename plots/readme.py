@@ -100,9 +100,9 @@ def speedup() -> str:
             ]
         )
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
-    said = "Environment steps/s after the warm-up, on MuJoCo of HalfCheetah-v5, seeds per row: "
-    said += f"{seeds}, on {where(found['machine'])} (`speedup_cpu.md`); earlier: on another day, "
-    said += "by the scripts of that day (`speedup_earlier_cpu.md`); warm-up: of the first run."
+    said = "Environment steps/s after the warm-up, all but CartPole's on HalfCheetah-v5, seeds per "
+    said += f"row: {seeds}, on {where(found['machine'])} (`speedup_cpu.md`); earlier: on another "
+    said += "day, by the scripts of that day (`speedup_earlier_cpu.md`); warm-up: of the first run."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -145,9 +145,9 @@ def gpu() -> str:
     captured = in_units(speeds["ppo_cartpole_gpu", "cudagraphs"])
     said = f"""Environment steps/s after the warm-up, one run each with a window of
     {min(windows):.1f} to {max(windows):.0f} s, on {hardware}
-    (`speedup_h200.md`). The warm-up is of the captured run, for all but CartPole and worlds with a
-    filled compiler's cache: a first run waits longer. Busy: NVML, every second. -: not measured, or
-    by fewer than three samples. CartPole captured but not compiled: {captured}. PPO's baseline
+    (`speedup_h200.md`). The warm-up is of the captured run. The compiler's cache was empty for
+    CartPole and worlds alone: elsewhere a first run waits longer. Busy: NVML, every second. -: not
+    measured, or by fewer than three samples. CartPole captured but not compiled: {captured}. PPO's baseline
     ran first, while files were unpacked on other cores, which may flatter its ratio.
     `ppo_mujoco_gpu` is 4,096 worlds of mujoco_warp, whose baseline was ended half way; the captured
     run returned {short(whole["mean_return_last_10"])} in training after
@@ -339,18 +339,17 @@ def race() -> str:
     machine = where(last | {"cpu": last["cpu"] | {"vectors": " or ".join(vectors)}})
     seeds = sorted({row["seeds"] for row in found["rows"]})
     first = rows["PPO on worlds", "HalfCheetah-v5"]
-    late = []  # of the other libraries
-    for entrant in ("zoo's PPO", "zoo's SAC", "SBX TQC"):
-        if not rows[entrant, "HalfCheetah-v5"]["reached"]:
-            late.append(entrant)
     title = f"On one core, without a GPU, PPO on worlds reaches a return of {first['level']:,} on "
-    title += f"HalfCheetah after {statistics.fmean(first['reached']):.1f} minutes; within "
-    title += f"{minutes[-1]}, {', '.join(late)} do not. Compilation counts, evaluations do not."
+    title += f"HalfCheetah after {statistics.fmean(first['reached']):.1f} minutes"
+    theirs = [rows[name, "HalfCheetah-v5"] for name in ("zoo's PPO", "zoo's SAC", "SBX TQC")]
+    if not any(row["reached"] for row in theirs):
+        title += f"; Stable-Baselines3's PPO and SAC and SBX's TQC do not in {minutes[-1]}"
+    title += ". Compilation counts, evaluations do not."
     said = f"Returns: means of {' or '.join(map(str, seeds))} seeds; minutes to a level: to the "
     said += "first evaluation there, one in every minute or two; steps: of all worlds. A PPO of "
-    said += "ours that has made its steps stays, from the dot in the figure on. The machine was "
-    said += "not the same each day: PPO, SAC and TD3 with one environment ran on a fast one. On "
-    said += f"{machine} (`race_cpu.md`, with ranges); -: not run yet."
+    said += "ours that has made its steps stays, from the dot in the figure on. AVX512 is faster "
+    said += "than AVX2, and on some days than on others: PPO, SAC and TD3 ran mostly on such a "
+    said += f"day, the libraries did not. On {machine} (`race_cpu.md`, with ranges); -: not run yet."
     return f"{title}\n\n{as_markdown(table, labels=2)}\n\n{said}\n"
 
 

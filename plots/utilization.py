@@ -111,7 +111,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def draw(rows: list[dict], runs: list[Run]):
-    """Panels: a column per script and environment, a row per kind that any run has."""
+    """Blocks of a script and environment, four side by side: a panel per kind that any run has."""
     blocks: dict = {}
     for row in rows:
         blocks.setdefault(f"{label(row['script'])}: {row['env_id']}", []).append(row)

@@ -199,6 +199,13 @@ def test_help_explains_every_flag(script, capsys, monkeypatch):
         assert " ".join(source[field.name].split()) in shown, field.name
 
 
+POSITIVE = """total_timesteps num_envs num_steps num_minibatches update_epochs eval_episodes
+batch_size buffer_size learning_starts utd_ratio policy_frequency target_network_frequency clip_coef
+max_grad_norm target_kl alpha exploration_fraction"""
+AT_MOST = dict.fromkeys("gamma gae_lambda q_lambda tau start_e end_e".split(), 1.001)
+AT_MOST |= {"randomize": 0.91, "num_envs": 10**8, "num_steps": 10**8, "batch_size": 10**8}
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_has_a_range(script, monkeypatch):
     """What is out of it is named in one line, by the flag, before any work."""
@@ -208,9 +215,12 @@ def test_every_number_has_a_range(script, monkeypatch):
         whole, real = "int" in str(field.type), "float" in str(field.type)
         if whole or real:
             flag = f"--{field.name.replace('_', '-')}"
-            values = (-1, 10**13) if whole else (-1.0, 1e13, math.nan, math.inf, -math.inf)
-            at_most_one = field.name in ("gamma", "gae_lambda", "tau")
-            for x in (*values, 1.001) if at_most_one else values:
+            values = [-1, 10**13] if whole else [-1.0, 1e13, math.nan, math.inf, -math.inf]
+            if field.name in POSITIVE.split():
+                values.append(0)
+            if field.name in AT_MOST:
+                values.append(AT_MOST[field.name])
+            for x in values:
                 monkeypatch.setattr(sys, "argv", [script, f"{flag}={x}"])
                 try:
                     module.parse_args(module.Args)

@@ -284,8 +284,8 @@ def draw(results: list[dict], stem: Path) -> None:
         ax.set(title=f"{num_envs:,} environments", xlabel="seconds of training", ylim=(0, 510))
     panels[0][0].set_ylabel("return, mean of ten rollouts")
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
-    title = "CartPole: the same learner, other environments; mean and standard deviation"
-    figure.suptitle(f"{title} of {len(results)} runs", fontsize=12)
+    title = "CartPole: the same learner, other environments; mean and deviation over rounds"
+    figure.suptitle(f"{title}: {len(results)}", fontsize=12)
     curves.save(figure, stem)
 
 
