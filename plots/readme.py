@@ -147,8 +147,8 @@ def gpu() -> str:
     {min(windows):.1f} to {max(windows):.0f} s, on {hardware}
     (`speedup_h200.md`). The warm-up is of the captured run. The compiler's cache was empty for
     CartPole and worlds alone: elsewhere a first run waits longer. Busy: NVML, every second. -: not
-    measured, or by fewer than three samples. CartPole captured but not compiled: {captured}. PPO's baseline
-    ran first, while files were unpacked on other cores, which may flatter its ratio.
+    measured, or by fewer than three samples. CartPole captured but not compiled: {captured}. PPO's
+    baseline ran first, while files were unpacked on other cores, which may flatter its ratio.
     `ppo_mujoco_gpu` is 4,096 worlds of mujoco_warp, whose baseline was ended half way; the captured
     run returned {short(whole["mean_return_last_10"])} in training after
     {in_units(whole["episodic_returns"][-1][0])} steps and {took:.0f} s, set-up included
@@ -349,7 +349,8 @@ def race() -> str:
     said += "first evaluation there, one in every minute or two; steps: of all worlds. A PPO of "
     said += "ours that has made its steps stays, from the dot in the figure on. AVX512 is faster "
     said += "than AVX2, and on some days than on others: PPO, SAC and TD3 ran mostly on such a "
-    said += f"day, the libraries did not. On {machine} (`race_cpu.md`, with ranges); -: not run yet."
+    said += "day, the libraries did not. "
+    said += f"On {machine} (`race_cpu.md`, with ranges); -: not run yet."
     return f"{title}\n\n{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
