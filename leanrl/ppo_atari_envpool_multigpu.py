@@ -253,7 +253,7 @@ def normalize(advantages: Tensor, orders: Tensor, args: Args) -> Tensor:
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    """Clipped surrogate objective (arXiv:1707.06347, equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     objectives = torch.min(advantages * ratios, advantages * clipped)
@@ -357,14 +357,14 @@ class PPO(nn.Module):
         """Gradients of this process's share of a minibatch, in one vector, and what is logged."""
         minibatch = Batch._make([column[index] for column in batch])
         minibatch = minibatch._replace(advantages=advantages)
-        args = replace(self.args, norm_adv=False)  # which takes all processes: `normalize`
+        args = replace(self.args, norm_adv=False)  # `normalize` has done it, over all
         loss, metrics = ppo_loss(self.model, minibatch, args)
         gradients = torch.autograd.grad(loss, list(self.parameters()))
         vector = torch.cat([gradient.flatten() for gradient in gradients])
         return vector, metrics
 
     def step(self, vector: Tensor) -> None:
-        """One gradient step, by such a vector."""
+        """One gradient step by such a vector, the mean over all processes."""
         sizes = [parameter.numel() for parameter in self.parameters()]
         gradients = vector.split(sizes)
         for parameter, gradient in zip(self.parameters(), gradients, strict=True):
@@ -530,7 +530,7 @@ def check_args(args: Args) -> None:
 
 
 def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
-    """Waits for the processes that torchrun has started -> flags of rank 0, what all share."""
+    """Waits for the processes that torchrun has started -> flags of rank 0, the shared store."""
     store = dist.HashStore()  # of one process without torchrun
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://"))
@@ -557,7 +557,7 @@ def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
 
 
 def gather(values: Tensor) -> Tensor:
-    """Those of all processes, whose number is a new first dimension."""
+    """Values (B,) of each process -> those of all (W, B)."""
     everyone = values.new_empty(WORLD_SIZE, len(values))
     dist.all_gather([*everyone], values)
     return everyone

@@ -35,7 +35,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 # speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
-# soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
+# soon go to sleep; on a core that another program shares, waiting awake is many times slower.
 # Where nothing else runs, awake is faster: GOMP_SPINCOUNT=100000.
 # tensordict would log two lines for each graph that it captures, amid the progress
 if re.search("--(compile|resume)", str(sys.argv)):  # what is resumed may have been compiled
@@ -280,7 +280,7 @@ def normalize(advantages: Tensor, orders: Tensor, args: Args) -> Tensor:
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    """Clipped surrogate objective (arXiv:1707.06347, equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     objectives = torch.min(advantages * ratios, advantages * clipped)
@@ -308,7 +308,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: a tensor: a clamp compiled with a number would keep the second value of an annealed one
+    # speed: a tensor: of a number that is annealed, a compiled clamp would keep the second value
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None
@@ -427,14 +427,14 @@ class PPO(nn.Module):
         """Gradients of this process's share of a minibatch, in one vector, and what is logged."""
         minibatch = Batch._make([column[index] for column in batch])
         minibatch = minibatch._replace(advantages=advantages)
-        args = replace(self.args, norm_adv=False)  # which takes all processes: `normalize`
+        args = replace(self.args, norm_adv=False)  # `normalize` has done it, over all
         loss, metrics = ppo_loss(self.model, minibatch, args)
         gradients = torch.autograd.grad(loss, list(self.parameters()))
         vector = torch.cat([gradient.flatten() for gradient in gradients])
         return vector, metrics
 
     def step(self, vector: Tensor) -> None:
-        """One gradient step, by such a vector."""
+        """One gradient step by such a vector, the mean over all processes."""
         # speed: clipping, of the whole vector, and the Adam above in one compiled call
         scale = self.args.max_grad_norm / (vector.norm() + 1e-6)
         vector = vector * scale.clamp(max=1)
@@ -667,7 +667,7 @@ def check_args(args: Args) -> None:
 
 
 def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
-    """Waits for the processes that torchrun has started -> flags of rank 0, what all share."""
+    """Waits for the processes that torchrun has started -> flags of rank 0, the shared store."""
     store = dist.HashStore()  # of one process without torchrun
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://"))
@@ -694,7 +694,7 @@ def connect(args: Args, device: torch.device) -> tuple[Args, dist.Store]:
 
 
 def gather(values: Tensor) -> Tensor:
-    """Those of all processes, whose number is a new first dimension."""
+    """Values (B,) of each process -> those of all (W, B)."""
     everyone = values.new_empty(WORLD_SIZE, len(values))
     dist.all_gather([*everyone], values)
     return everyone

@@ -255,7 +255,7 @@ def compute_gae(
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    """Clipped surrogate objective (arXiv:1707.06347, equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     objectives = torch.min(advantages * ratios, advantages * clipped)

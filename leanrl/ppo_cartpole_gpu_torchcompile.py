@@ -33,7 +33,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 # speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
-# soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
+# soon go to sleep; on a core that another program shares, waiting awake is many times slower.
 # Where nothing else runs, awake is faster: GOMP_SPINCOUNT=100000.
 # tensordict would log two lines for each graph that it captures, amid the progress
 if re.search("--(compile|resume)", str(sys.argv)):  # what is resumed may have been compiled
@@ -274,7 +274,7 @@ def compute_gae(
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    """Clipped surrogate objective (arXiv:1707.06347, equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     objectives = torch.min(advantages * ratios, advantages * clipped)
@@ -302,7 +302,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: a tensor: a clamp compiled with a number would keep the second value of an annealed one
+    # speed: a tensor: of a number that is annealed, a compiled clamp would keep the second value
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None

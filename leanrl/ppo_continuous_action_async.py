@@ -12,14 +12,14 @@ two files shows what that needs:
 - `Slot`: what travels between the two, in CPU memory that both see. The learner writes weights and
   noise, the collector the rollout that it makes with them. There are two, one to be filled while
   the other is learned from (`--max-staleness`).
-- A rollout is thus made by weights one iteration old: one rollout with its epochs. PPO limits how
-  far an iteration moves the policy from the one that the ratio is taken to; had the ratio been
-  taken to the weights that acted, the iteration in between would have used that up. So the ratio is
-  taken to the policy as it is when learning begins, and each step is weighted by how much likelier
-  its action is under that policy than under the one that took it (`Batch.importance`; Hilton et
-  al., arXiv:2110.00641). All values, those of final observations too, are computed anew.
-- The learner draws all random numbers, and which weights make which rollout does not depend on who
-  is faster: a seed repeats itself. --sync waits for each rollout; on a CPU all is then as in
+- A rollout is thus made by weights one iteration, that is, one rollout with its epochs, old. PPO's
+  clipping keeps the new policy near the one in the ratio's denominator. Were that the one that has
+  acted, the iteration in between would have used up that distance. So the denominator is the policy
+  as learning begins, and each step is weighted by how much likelier its action is under that policy
+  than under the one that took it (`Batch.importance`; Hilton et al., arXiv:2110.00641). All values,
+  those of final observations too, are computed anew.
+- The learner draws noise and minibatches, and which weights make which rollout does not depend on
+  who is faster: a seed repeats itself. --sync waits for each rollout; on a CPU all is then as in
   ppo_continuous_action.py, but for the last bits. On a GPU that script draws other noise.
 - `Worker`: a process that ends with this one and whose death ends this one at once. Evaluation has
   its own and does not stop training, unless several are waiting. A resumed run begins with fresh
@@ -86,7 +86,7 @@ class Args:
     collector_device: str = "cpu"  # where its copy acts: cpu, cuda or cuda:N
     eval_device: str = "cpu"  # where another copy is evaluated
     sync: bool = False  # act and learn in turns, as ppo_continuous_action.py does
-    max_staleness: int = 1  # how many iterations the weights that act are behind those that learn
+    max_staleness: int = 1  # iterations that the acting weights are behind at most; 0: as --sync
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to whole rollouts
@@ -319,7 +319,7 @@ def compute_gae(
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    """Clipped surrogate objective (arXiv:1707.06347, equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     objectives = torch.min(advantages * ratios, advantages * clipped)

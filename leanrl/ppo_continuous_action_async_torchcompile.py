@@ -67,7 +67,7 @@ class Args:
     collector_device: str = "cpu"  # where its copy acts: cpu, cuda or cuda:N
     eval_device: str = "cpu"  # where another copy is evaluated
     sync: bool = False  # act and learn in turns, as ppo_continuous_action.py does
-    max_staleness: int = 1  # how many iterations the weights that act are behind those that learn
+    max_staleness: int = 1  # iterations that the acting weights are behind at most; 0: as --sync
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to whole rollouts
@@ -363,7 +363,7 @@ def compute_gae(
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    """Clipped surrogate objective (arXiv:1707.06347, equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     objectives = torch.min(advantages * ratios, advantages * clipped)
@@ -393,7 +393,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: a tensor: a clamp compiled with a number would keep the second value of an annealed one
+    # speed: a tensor: of a number that is annealed, a compiled clamp would keep the second value
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, batch.importance * advantages, clip_coef)
     value_clip = clip_coef if args.clip_vloss else None

@@ -36,7 +36,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 # speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
-# soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
+# soon go to sleep; on a core that another program shares, waiting awake is many times slower.
 # Where nothing else runs, awake is faster: GOMP_SPINCOUNT=100000.
 # tensordict would log two lines for each graph that it captures, amid the progress
 if re.search("--(compile|resume)", str(sys.argv)):  # what is resumed may have been compiled
@@ -87,9 +87,9 @@ class Args:
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
-    learning_rate: float = 1e-3  # learning rate of the optimizer, at first
-    desired_kl: float = 0.03  # KL divergence that updates of a rollout should have; 0: fixed rate
-    anneal_lr: bool = True  # lower desired_kl linearly to MIN_KL; if it is 0, the rate to 0
+    learning_rate: float = 1e-3  # at first; then it follows desired_kl, also after --resume
+    desired_kl: float = 0.03  # KL divergence that updates of a rollout should have; 0: any
+    anneal_lr: bool = True  # lower desired_kl linearly until MIN_KL; without one, the rate to 0
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
@@ -101,7 +101,7 @@ class Args:
 
 
 MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
-STEADY_AFTER = 3  # rollouts: with the default epochs all is compiled and captured by then
+STEADY_AFTER = 3  # rollouts; with the default epochs a variant has captured all by then
 
 
 # Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
@@ -177,7 +177,7 @@ def observe_humanoid(s):
     )
 
 
-def charge_humanoid(s, actions):
+def humanoid_costs(s, actions):
     contact_costs = 5e-7 * sum_squares(s.cfrc_ext)
     return 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)
 
@@ -185,13 +185,13 @@ def charge_humanoid(s, actions):
 def humanoid(s, speed, actions):
     height = s.qpos[:, 2]
     healthy = (height > 1) & (height < 2)
-    rewards = 1.25 * speed + 5 * healthy - charge_humanoid(s, actions)
+    rewards = 1.25 * speed + 5 * healthy - humanoid_costs(s, actions)
     return observe_humanoid(s), rewards, ~healthy
 
 
 def humanoid_standup(s, speed, actions):
     height = s.qpos[:, 2]
-    rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # Gymnasium divides by a substep
+    rewards = height / 0.003 + 1 - humanoid_costs(s, actions)  # Gymnasium divides by a substep
     return observe_humanoid(s), rewards, False
 
 
@@ -222,28 +222,28 @@ def double_pendulum(s, speed, actions):
 
 def reacher(s, speed, actions):
     angles, target = s.qpos.split(2, dim=1)
-    distance = s.xpos[:, 3] - s.xpos[:, 4]  # of the fingertip from the target
+    offset = s.xpos[:, 3] - s.xpos[:, 4]  # of the fingertip from the target
     obs = join(
         angles.cos(),
         angles.sin(),
         target,
         s.qvel[:, :2],
-        distance[:, :2],
+        offset[:, :2],
     )
-    rewards = -distance.norm(dim=1) - sum_squares(actions)
+    rewards = -offset.norm(dim=1) - sum_squares(actions)
     return obs, rewards, False
 
 
 def pusher(s, speed, actions):
     tips, cylinder, goal = s.xpos[:, -3:].unbind(1)
-    near = (cylinder - tips).norm(dim=1)
-    far = (cylinder - goal).norm(dim=1)
+    to_tips = (cylinder - tips).norm(dim=1)
+    to_goal = (cylinder - goal).norm(dim=1)
     obs = join(
         s.qpos[:, :7],
         s.qvel[:, :7],
         s.xpos[:, -3:],
     )
-    rewards = -far - 0.1 * sum_squares(actions) - 0.5 * near
+    rewards = -to_goal - 0.1 * sum_squares(actions) - 0.5 * to_tips
     return obs, rewards, False
 
 
@@ -306,18 +306,19 @@ def center_of_mass(s):
 
 
 class Task(NamedTuple):
-    """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
+    """How N worlds are judged, and all that MuJoCoEnvs must know for that.
 
     `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
-    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,) or False. Where the task
-    `moves`, it must not depend on x, neither by qpos[:, 0] nor by a place: training sets x back to
-    0, the environment of the evaluation does not. Distances are safe.
+    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,) or False. Where an episode
+    begins, it gets 0 for both, and its observations count. Where the task `moves`, it must not
+    depend on x, neither by qpos[:, 0] nor by a place: training sets x back to 0, the environment
+    of the evaluation does not. Distances are safe.
     """
 
     judge: Callable
     start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
     reads: tuple = ()  # the fields that judge and position read, besides qpos and qvel
-    position: Callable = root  # of what is rewarded for its speed: fields -> x in m (N,)
+    position: Callable = root  # fields -> x in m (N,) of what is rewarded for its speed
     moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
     max_steps: int = 1000  # of an episode, which is truncated then
     model: str | None = None  # an MJCF file; None: that of Gymnasium's environment of this name
@@ -521,7 +522,7 @@ def compute_gae(
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate objective (equation 7), negated -> loss ()."""
+    """Clipped surrogate objective (arXiv:1707.06347, equation 7), negated -> loss ()."""
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     objectives = torch.min(advantages * ratios, advantages * clipped)
@@ -535,7 +536,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     log_ratios = gaussian_log_prob(batch.actions, mean, log_std) - batch.log_probs
     advantages = batch.advantages
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: a tensor: a clamp compiled with a number would keep the second value of an annealed one
+    # speed: a tensor: of a number that is annealed, a compiled clamp would keep the second value
     clip_coef = advantages.new_ones(()) * args.clip_coef
     of_policy = policy_loss(log_ratios, advantages, clip_coef)
     errors = (values - batch.returns).square()
@@ -663,7 +664,7 @@ class PPO(nn.Module):
         return metrics
 
     def adapt(self, kl: Tensor, desired_kl: float) -> None:
-        """The rate for the next rollout, by how far the last one moved the policy (as rsl_rl's)."""
+        """The next rollout's rate, by the last minibatch's kl (rsl_rl: after each minibatch)."""
         slower = kl > 2 * desired_kl
         faster = kl < desired_kl / 2
         self.learning_rate.div_(1 + 0.5 * slower)
@@ -851,8 +852,8 @@ def main(args: Args) -> Path:
                     row["losses/clipfrac"] = torch.cat(clipfracs).mean()
                 agent.model.observe(batch)
                 known = rollout.ended & rollout.episode_returns.isfinite()  # the first are NaN
-                returns = rollout.episode_returns[known]  # waits for the device
-                lengths = rollout.episode_lengths[known]
+                episode_returns = rollout.episode_returns[known]  # waits for the device
+                episode_lengths = rollout.episode_lengths[known]
 
             # 3. Log.
             unexplained = (batch.returns - batch.values).var()
@@ -861,9 +862,9 @@ def main(args: Args) -> Path:
             row["charts/learning_rate"] = agent.learning_rate
             row["charts/broken_worlds"] = envs.broken
             row["charts/overflows"] = envs.physics.overflow.count_nonzero()
-            if len(returns):
-                row["charts/episodic_return"] = returns.mean()
-                row["charts/episodic_length"] = lengths.mean()
+            if len(episode_returns):
+                row["charts/episodic_return"] = episode_returns.mean()
+                row["charts/episodic_length"] = episode_lengths.mean()
             run.log(row)
             if args.desired_kl and run.step > batch_size:
                 desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
@@ -930,10 +931,10 @@ class CPhysics:
             field = torch.zeros_like(array, dtype=torch.float32, device=device)
             self.copies.append((field, array))
             setattr(self.state, name, field)
-        self.overflow = torch.zeros(num_envs, device=device)  # the C engine drops no contacts
+        self.overflow = torch.zeros(num_envs, device=device)  # counted on Warp alone
 
     def step(self, actions):
-        """A frame skip of substeps with actions (N, A); if the task moves, x is set to 0 first."""
+        """frame_skip substeps under actions (N, A), where the task moves from x = 0."""
         if self.moves:
             self.batch.qpos[:, 0] = 0
         self.batch.ctrl[:] = actions.cpu()
@@ -1041,7 +1042,7 @@ class WarpPhysics:
             field = wp.to_torch(getattr(self.data, name))
             shape = np.shape(getattr(env.data, name))  # matrices are flat in MjData
             setattr(self.state, name, field.view(num_envs, *shape))
-        # What `refresh` does not compute anew. No places: those of the ground are never computed
+        # What `refresh` leaves as it was, but not xpos and the like, of which the ground's stay
         cleared = ["time", "ctrl", "qacc_warmstart", *forces]
         if env.model.na:
             cleared.append("act")
@@ -1073,11 +1074,11 @@ class WarpPhysics:
 class MuJoCoEnvs(gym.vector.VectorEnv):
     """N worlds of a task in one batch: all tensors are float32 on `device`.
 
-    An episode that ends begins anew in the same step. A world whose numbers are not finite, or
-    beyond a million, ends its episode with reward 0 and is counted in `broken`. First episodes are
-    cut short, to all sorts of lengths, so that later ones do not all end at once; what has been cut
-    has NaN as its return. With `randomize` each world's masses, friction and gears are the model's
-    times factors of its own, from 1 - randomize to 1 + randomize.
+    An episode that ends begins anew in the same step. A world whose observation or reward is not
+    finite, or beyond a million, terminates with reward 0 and is counted in `broken`. After `reset`
+    all worlds but the first begin late in an episode, each at another time, so that they do not all
+    end at once; these episodes have NaN as their return. With `randomize` each world's masses,
+    friction and gears are the model's times factors of its own, 1 - randomize to 1 + randomize.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}

@@ -82,7 +82,7 @@ class Args:
 
 
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
-STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
+STEADY_AFTER = 100  # updates; at the default frequencies a variant has captured all by then
 LOG_STD_MIN = -5.0  # of the policy, as in CleanRL
 LOG_STD_MAX = 2.0
 
@@ -148,7 +148,7 @@ class Actor(nn.Module):
         self.register_buffer("action_bias", (high + low) / 2)
 
     def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Reparameterized actions and their log-probabilities (paper, appendix C).
+        """Reparameterized actions and their log-probabilities (arXiv:1812.05905, appendix C).
 
         obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.

@@ -36,7 +36,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 # speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
-# soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
+# soon go to sleep; on a core that another program shares, waiting awake is many times slower.
 # Where nothing else runs, awake is faster: GOMP_SPINCOUNT=100000.
 # tensordict would log two lines for each graph that it captures, amid the progress
 if re.search("--(compile|resume)", str(sys.argv)):  # what is resumed may have been compiled
@@ -95,7 +95,7 @@ class Args:
 
 
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
-STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
+STEADY_AFTER = 100  # updates; at the default frequencies a variant has captured all by then
 LOG_STD_MIN = -5.0  # of the policy, as in CleanRL
 LOG_STD_MAX = 2.0
 
@@ -180,7 +180,7 @@ class Actor(nn.Module):
         self.register_buffer("action_bias", (high + low) / 2)
 
     def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Reparameterized actions and their log-probabilities (paper, appendix C).
+        """Reparameterized actions and their log-probabilities (arXiv:1812.05905, appendix C).
 
         obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.

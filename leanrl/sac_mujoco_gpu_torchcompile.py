@@ -37,7 +37,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 # speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
-# soon go to sleep; on a core that another program shares, waiting awake made SAC 18 times slower.
+# soon go to sleep; on a core that another program shares, waiting awake is many times slower.
 # Where nothing else runs, awake is faster: GOMP_SPINCOUNT=100000.
 # tensordict would log two lines for each graph that it captures, amid the progress
 if re.search("--(compile|resume)", str(sys.argv)):  # what is resumed may have been compiled
@@ -102,7 +102,7 @@ class Args:
 
 
 LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for the device
-STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
+STEADY_AFTER = 100  # updates; at the default frequencies a variant has captured all by then
 LOG_STD_MIN = -5.0  # of the policy, as in CleanRL
 LOG_STD_MAX = 2.0
 
@@ -180,7 +180,7 @@ def observe_humanoid(s):
     )
 
 
-def charge_humanoid(s, actions):
+def humanoid_costs(s, actions):
     contact_costs = 5e-7 * sum_squares(s.cfrc_ext)
     return 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)
 
@@ -188,13 +188,13 @@ def charge_humanoid(s, actions):
 def humanoid(s, speed, actions):
     height = s.qpos[:, 2]
     healthy = (height > 1) & (height < 2)
-    rewards = 1.25 * speed + 5 * healthy - charge_humanoid(s, actions)
+    rewards = 1.25 * speed + 5 * healthy - humanoid_costs(s, actions)
     return observe_humanoid(s), rewards, ~healthy
 
 
 def humanoid_standup(s, speed, actions):
     height = s.qpos[:, 2]
-    rewards = height / 0.003 + 1 - charge_humanoid(s, actions)  # Gymnasium divides by a substep
+    rewards = height / 0.003 + 1 - humanoid_costs(s, actions)  # Gymnasium divides by a substep
     return observe_humanoid(s), rewards, False
 
 
@@ -225,28 +225,28 @@ def double_pendulum(s, speed, actions):
 
 def reacher(s, speed, actions):
     angles, target = s.qpos.split(2, dim=1)
-    distance = s.xpos[:, 3] - s.xpos[:, 4]  # of the fingertip from the target
+    offset = s.xpos[:, 3] - s.xpos[:, 4]  # of the fingertip from the target
     obs = join(
         angles.cos(),
         angles.sin(),
         target,
         s.qvel[:, :2],
-        distance[:, :2],
+        offset[:, :2],
     )
-    rewards = -distance.norm(dim=1) - sum_squares(actions)
+    rewards = -offset.norm(dim=1) - sum_squares(actions)
     return obs, rewards, False
 
 
 def pusher(s, speed, actions):
     tips, cylinder, goal = s.xpos[:, -3:].unbind(1)
-    near = (cylinder - tips).norm(dim=1)
-    far = (cylinder - goal).norm(dim=1)
+    to_tips = (cylinder - tips).norm(dim=1)
+    to_goal = (cylinder - goal).norm(dim=1)
     obs = join(
         s.qpos[:, :7],
         s.qvel[:, :7],
         s.xpos[:, -3:],
     )
-    rewards = -far - 0.1 * sum_squares(actions) - 0.5 * near
+    rewards = -to_goal - 0.1 * sum_squares(actions) - 0.5 * to_tips
     return obs, rewards, False
 
 
@@ -309,18 +309,19 @@ def center_of_mass(s):
 
 
 class Task(NamedTuple):
-    """How N worlds are judged after a step, and all that MuJoCoEnvs must know for that.
+    """How N worlds are judged, and all that MuJoCoEnvs must know for that.
 
     `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
-    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,) or False. Where the task
-    `moves`, it must not depend on x, neither by qpos[:, 0] nor by a place: training sets x back to
-    0, the environment of the evaluation does not. Distances are safe.
+    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,) or False. Where an episode
+    begins, it gets 0 for both, and its observations count. Where the task `moves`, it must not
+    depend on x, neither by qpos[:, 0] nor by a place: training sets x back to 0, the environment
+    of the evaluation does not. Distances are safe.
     """
 
     judge: Callable
     start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
     reads: tuple = ()  # the fields that judge and position read, besides qpos and qvel
-    position: Callable = root  # of what is rewarded for its speed: fields -> x in m (N,)
+    position: Callable = root  # fields -> x in m (N,) of what is rewarded for its speed
     moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
     max_steps: int = 1000  # of an episode, which is truncated then
     model: str | None = None  # an MJCF file; None: that of Gymnasium's environment of this name
@@ -455,7 +456,7 @@ class Actor(nn.Module):
         self.register_buffer("action_bias", (high + low) / 2)
 
     def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Reparameterized actions and their log-probabilities (paper, appendix C).
+        """Reparameterized actions and their log-probabilities (arXiv:1812.05905, appendix C).
 
         obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.
@@ -677,12 +678,12 @@ class SAC(nn.Module):
         self.returns.masked_fill_(ended, 0)
 
     def normalize(self, obs: Tensor) -> Tensor:
-        """obs (B, O) -> what the networks see (B, O), as in SimBa (arXiv:2410.09754)."""
+        """obs (B, O) -> what the networks see (B, O): SimBa's (arXiv:2410.09754), but clipped."""
         obs = (obs - self.obs_mean) * (self.obs_variance + 1e-4).rsqrt()
         return obs.clamp(-10, 10)
 
     def scale(self, rewards: Tensor) -> Tensor:
-        """Rewards (B,), in deviations of discounted returns, as in SimbaV2 (arXiv:2502.15280)."""
+        """Rewards (B,) in deviations of discounted returns (SimbaV2's, but without its G_max)."""
         return rewards * (self.return_variance + 1e-4).rsqrt()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
@@ -1012,10 +1013,10 @@ class CPhysics:
             field = torch.zeros_like(array, dtype=torch.float32, device=device)
             self.copies.append((field, array))
             setattr(self.state, name, field)
-        self.overflow = torch.zeros(num_envs, device=device)  # the C engine drops no contacts
+        self.overflow = torch.zeros(num_envs, device=device)  # counted on Warp alone
 
     def step(self, actions):
-        """A frame skip of substeps with actions (N, A); if the task moves, x is set to 0 first."""
+        """frame_skip substeps under actions (N, A), where the task moves from x = 0."""
         if self.moves:
             self.batch.qpos[:, 0] = 0
         self.batch.ctrl[:] = actions.cpu()
@@ -1123,7 +1124,7 @@ class WarpPhysics:
             field = wp.to_torch(getattr(self.data, name))
             shape = np.shape(getattr(env.data, name))  # matrices are flat in MjData
             setattr(self.state, name, field.view(num_envs, *shape))
-        # What `refresh` does not compute anew. No places: those of the ground are never computed
+        # What `refresh` leaves as it was, but not xpos and the like, of which the ground's stay
         cleared = ["time", "ctrl", "qacc_warmstart", *forces]
         if env.model.na:
             cleared.append("act")
@@ -1155,11 +1156,11 @@ class WarpPhysics:
 class MuJoCoEnvs(gym.vector.VectorEnv):
     """N worlds of a task in one batch: all tensors are float32 on `device`.
 
-    An episode that ends begins anew in the same step. A world whose numbers are not finite, or
-    beyond a million, ends its episode with reward 0 and is counted in `broken`. First episodes are
-    cut short, to all sorts of lengths, so that later ones do not all end at once; what has been cut
-    has NaN as its return. With `randomize` each world's masses, friction and gears are the model's
-    times factors of its own, from 1 - randomize to 1 + randomize.
+    An episode that ends begins anew in the same step. A world whose observation or reward is not
+    finite, or beyond a million, terminates with reward 0 and is counted in `broken`. After `reset`
+    all worlds but the first begin late in an episode, each at another time, so that they do not all
+    end at once; these episodes have NaN as their return. With `randomize` each world's masses,
+    friction and gears are the model's times factors of its own, 1 - randomize to 1 + randomize.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}

@@ -82,7 +82,7 @@ class Args:
 
 
 LOG_EVERY = 100  # environment steps per row of metrics: reading them waits for the device
-STEADY_AFTER = 100  # updates: with the default frequencies all is compiled and captured by then
+STEADY_AFTER = 100  # updates; at the default frequencies a variant has captured all by then
 
 
 # Environment

@@ -599,7 +599,8 @@ PPO_ON_GPU = {"num_envs": 4096, "num_steps": 16, "total_timesteps": 4096 * 16 * 
 SAC_ON_GPU = {"num_envs": 4096, "utd_ratio": 0.001, "batch_size": 8192, "learning_starts": 8192}
 SAC_ON_GPU |= {"buffer_size": 500_000, "total_timesteps": 4096 * 250}
 PPO_WAITS = "row[tag] = float(value)", "exponential_average_factor = 1.0 / float("  # BatchNorm's
-PPO_WAITS += "returns = rollout.episode_returns[known]", "lengths = rollout.episode_lengths[known]"
+PPO_WAITS += ("episode_returns = rollout.episode_returns[known]",)
+PPO_WAITS += ("episode_lengths = rollout.episode_lengths[known]",)
 SAC_WAITS = "total_return, total_length, episodes = totals.tolist()", "row[tag] = float(value)"
 
 
