@@ -350,7 +350,7 @@ def race() -> str:
     said += "ours that has made its steps stays, from the dot in the figure on. AVX512 is faster "
     said += "than AVX2, and on some days than on others: PPO, SAC and TD3 ran mostly on such a "
     said += "day, the libraries did not. "
-    said += f"On {machine} (`race_cpu.md`, with ranges); -: not run yet."
+    said += f"On {machine} (`race_cpu.md`, with ranges)."
     return f"{title}\n\n{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
