@@ -154,11 +154,9 @@ def test_one_run_of_a_round_goes_on_at_a_time(monkeypatch, tmp_path):
     assert not results and len(failures) == 2 and "'a trick' round 1 ended with" in failures[1]
     logs = [tmp_path / f"logs/ablation-ppo-{number}-seed-1.log" for number in range(2)]
     awake = [(float(line), i) for i, log in enumerate(logs) for line in log.read_text().split()]
-    awake.sort()
-    whose = [i for _, i in awake]
+    whose = [i for _, i in sorted(awake)]
     turns = sum(one != other for one, other in zip(whose, whose[1:], strict=False))
-    slices = (awake[-1][0] - awake[0][0]) / ablation.SLICE  # more of them where others work as well
-    assert len(whose) > 150 and 2 < turns < 2 * slices + 4
+    assert len(whose) > 150 and 2 < turns < 20
 
 
 # Devices

@@ -341,9 +341,9 @@ def test_worlds_are_a_vector_environment_of_gymnasiums():
 
 
 @pytest.mark.parametrize("physics", PHYSICS)
-def test_what_a_task_reads_is_mujocos_data(physics, monkeypatch):
+@pytest.mark.parametrize("reads", [tuple(baseline.QUICK), ("subtree_com", "cinert", "cvel")])
+def test_what_a_task_reads_is_mujocos_data(reads, physics, monkeypatch):
     """Matrices and places of the ground, too, so that a task of one's own is the same in all."""
-    reads = tuple(baseline.QUICK)
     task = baseline.TASKS["Hopper-v5"]._replace(reads=reads)
     monkeypatch.setitem(baseline.TASKS, "Hopper-v5", task)
     worlds = make_envs("Hopper-v5", 2, physics)

@@ -313,7 +313,7 @@ def test_advantages_are_normalized_by_what_all_have(norm_adv):
         shares = np.stack([x[order[columns]] for x, order in zip(advantages, orders, strict=True)])
         if norm_adv:
             shares = (shares - shares.mean()) / (shares.std(ddof=1) + 1e-8)
-        np.testing.assert_allclose(found[:, m].numpy(), shares, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(found[:, m].numpy(), shares, rtol=1e-12)
 
 
 @pytest.mark.usefixtures("backend", "float64")

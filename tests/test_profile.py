@@ -413,9 +413,8 @@ def test_synchronizations_and_what_the_gpu_waits_for_are_named(tmp_path, capsys)
     assert "the GPU idles, mostly in backpropagation and inference: 34% of the time" in said
 
 
-def test_a_script_of_your_own(tmp_path, capsys, monkeypatch):
+def test_a_script_of_your_own(tmp_path, capsys):
     """No config.json, no TensorBoard: stages.json and the trace beside it are enough."""
-    monkeypatch.setattr(cross_stack, "NOTHING", 0.0)  # however much of the time others take
     weight = torch.zeros(8, 8, requires_grad=True)
 
     def work(stage):

@@ -198,7 +198,7 @@ def test_a_call_in_the_process_beside_ends_and_changes_nothing_here(tmp_path, mo
         variant.compile_beside(call)
         (child,) = set(multiprocessing.active_children()) - set(others)
         seen.touch()
-        child.join(300)
+        child.join(60)
         assert child.exitcode == 0 and found.read_text() == "2000.0"
     finally:
         torch.set_num_threads(threads)

@@ -11,7 +11,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import run_dirs
 from conftest import ROOT
@@ -174,14 +173,7 @@ def test_real_runs_are_the_same_here_and_there(head, tmp_path, monkeypatch):
             for run in runs
         }
         Path("runs").rename(place)
-    assert found["here"].keys() == found["there"].keys()
-    for run, metrics in found["here"].items():
-        assert metrics.keys() == found["there"][run].keys()
-        for tag, (steps, values) in metrics.items():
-            steps_there, values_there = found["there"][run][tag]
-            assert steps == steps_there, tag
-            # the last bits depend on where in memory an array lies
-            np.testing.assert_allclose(values_there, values, rtol=1e-3, atol=1e-5, err_msg=tag)
+    assert found["here"] == found["there"]
     assert all(len(metrics) == 3 for metrics in found["here"].values())
 
 
