@@ -266,8 +266,10 @@ def lambda_returns(
     returns[-1] += weights[-1] * next_values[-1]
     distance = 1
     while distance < len(returns):
-        more = weights[: len(returns) - distance] * returns[distance:]
-        returns[:-distance] += more
+        begin = returns[:-distance]
+        end = returns[-distance:]
+        more = weights[: len(begin)] * returns[distance:]
+        returns = torch.cat([begin + more, end])
         weights = weights[:-distance] * weights[distance:]
         distance *= 2
     return returns
