@@ -64,6 +64,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
 GRACE = 20  # seconds that a run has to close its files
 POLL = 0.05  # seconds between two looks at the running ones
+INTERRUPTS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # `main` takes each for Ctrl-C
 # Bytes of a value: Linux takes 128 KiB in one argument, 2 MiB in all of them together.
 LONGEST = 10_000
 LEAST = {"workers": 1, "max_variants": 1, "gpus_per_run": 0, "cpus_per_run": 0}
@@ -291,6 +292,11 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     inherited = dict(os.environ)
     inherited.pop("RAY_AUTH_TOKEN", None)
     libc = ctypes.CDLL(None)
+
+    def begin():
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a launcher's death ends its runs
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
+
     # Before the process begins, so that a `stop` that comes while it does is not written over.
     variant.update(state="running", started=time.time())
     try:
@@ -303,8 +309,7 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # PR_SET_PDEATHSIG: a launcher or worker that is killed takes its runs along.
-                preexec_fn=lambda: libc.prctl(1, signal.SIGTERM),
+                preexec_fn=begin,
             )
     except BaseException:  # Ctrl-C, too
         variant.update(state="stopped", ended=time.time())
@@ -338,8 +343,14 @@ def run_all(todo: list[Variant], environments: list[dict], root: Path) -> None:
             for slot, environment in enumerate(environments):
                 while queue and slot not in running:
                     variant = queue.pop(0)
-                    if variant.status.get("state") != "stopped":  # before its turn
+                    if variant.status.get("state") == "stopped":  # before its turn
+                        continue
+                    # Until `running` knows the process: an interrupt would leave it to itself.
+                    signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+                    try:
                         running[slot] = variant, start(variant, environment, root)
+                    finally:
+                        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
             for slot, (variant, child) in list(running.items()):
                 deadline = None
                 # as the command `stop` has asked, which may have seen it wait
@@ -347,13 +358,13 @@ def run_all(todo: list[Variant], environments: list[dict], root: Path) -> None:
                     child.terminate()  # the scripts take it like Ctrl-C
                     deadline = time.monotonic() + GRACE
                 if deadline or child.poll() is not None:
-                    del running[slot]
                     state = finish(variant, child, deadline)
+                    del running[slot]  # no sooner: a Ctrl-C while it ends must find it there
                     say(f"{state}: {variant.name}")
             if running:
                 time.sleep(POLL)
     except BaseException:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in INTERRUPTS:
             signal.signal(number, signal.SIG_IGN)  # the second Ctrl-C must not prevent this
         for _, child in running.values():
             child.terminate()

@@ -452,9 +452,16 @@ def test_a_stop_during_a_start_is_heard(place, monkeypatch):
         one.update(state=told[one.status["state"]])  # as the command does
         return child
 
-    one = variant(sleep=1)
+    def interrupted(*words, **options):
+        child = popen(*words, **options)
+        born.append(child)
+        signal.raise_signal(signal.SIGINT)
+        return child
+
+    one, born = variant(sleep=600), []
     for name, Popen, ending in [
         ("stop", stopped, nullcontext()),
+        ("Ctrl-C once it is there", interrupted, pytest.raises(KeyboardInterrupt)),
         ("Ctrl-C", MagicMock(side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt)),
         ("no memory", MagicMock(side_effect=OSError), pytest.raises(OSError)),
     ]:
@@ -463,6 +470,8 @@ def test_a_stop_during_a_start_is_heard(place, monkeypatch):
         with ending:
             sweep.run_all([one], [{}], place)
         assert one.status["state"] == "stopped", name
+    (child,) = born  # SIGTERM reached it: none of the launcher's masks is its
+    assert child.returncode == -signal.SIGTERM
 
 
 def test_a_deleted_folder_ends_no_other_run(place):
