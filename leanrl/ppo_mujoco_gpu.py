@@ -1348,9 +1348,12 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             unit="step",
             disable=sys.stderr is None,  # it has been closed
         )
+        self.over = threading.Event()
+        threading.Thread(target=watch_cores, args=[self.over], daemon=True).start()
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
+        self.over.set()
         with undisturbed(forget=True):
             with suppress(OSError):  # the disk may be full
                 self.writer.close()
@@ -1393,6 +1396,34 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
 
     def tick(self):  # ends an iteration, outside of every stage
         self.watch.tick(self.step - self.start_step)
+
+
+def watch_cores(over):  # OpenMP's threads wait awake, but asleep while others want the cores
+    def is_crowded():
+        before = seconds_without_core()
+        ended = over.wait(1)
+        return not ended and seconds_without_core() - before > 0.2
+
+    def keep_team(calm):
+        torch.ones(100_000).sum()  # a thread that computes gets a team of its own
+        calm.wait()
+
+    while not over.is_set():
+        if is_crowded():  # libgomp's threads sleep where its teams have more of them than cores
+            calm = threading.Event()
+            for _ in range(2 * len(os.sched_getaffinity(0)) // torch.get_num_threads()):
+                threading.Thread(target=keep_team, args=[calm], daemon=True).start()
+            while is_crowded():
+                pass
+            calm.set()
+
+
+def seconds_without_core():  # that this process's threads were ready to run, all together
+    nanoseconds = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            nanoseconds += int(path.read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def catch_signals():  # KeyboardInterrupt for all but those that are ignored, as under nohup

@@ -35,12 +35,7 @@ from typing import Literal, NamedTuple
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
-# speed: OpenMP and tensordict read these when they are imported. Threads that wait for each other
-# soon go to sleep; on a core that another program shares, waiting awake is many times slower.
-# Where nothing else runs, awake is faster: GOMP_SPINCOUNT=100000.
-# tensordict would log two lines for each graph that it captures, amid the progress
-if re.search("--(compile|resume)", str(sys.argv)):  # what is resumed may have been compiled
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# speed: tensordict would log two lines for each graph that it captures, amid the progress
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
 import gymnasium as gym
@@ -1499,9 +1494,12 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             unit="step",
             disable=sys.stderr is None,  # it has been closed
         )
+        self.over = threading.Event()
+        threading.Thread(target=watch_cores, args=[self.over], daemon=True).start()
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
+        self.over.set()
         with undisturbed(forget=True):
             with suppress(OSError):  # the disk may be full
                 self.writer.close()
@@ -1544,6 +1542,34 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
 
     def tick(self):  # ends an iteration, outside of every stage
         self.watch.tick(self.step - self.start_step)
+
+
+def watch_cores(over):  # OpenMP's threads wait awake, but asleep while others want the cores
+    def is_crowded():
+        before = seconds_without_core()
+        ended = over.wait(1)
+        return not ended and seconds_without_core() - before > 0.2
+
+    def keep_team(calm):
+        torch.ones(100_000).sum()  # a thread that computes gets a team of its own
+        calm.wait()
+
+    while not over.is_set():
+        if is_crowded():  # libgomp's threads sleep where its teams have more of them than cores
+            calm = threading.Event()
+            for _ in range(2 * len(os.sched_getaffinity(0)) // torch.get_num_threads()):
+                threading.Thread(target=keep_team, args=[calm], daemon=True).start()
+            while is_crowded():
+                pass
+            calm.set()
+
+
+def seconds_without_core():  # that this process's threads were ready to run, all together
+    nanoseconds = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            nanoseconds += int(path.read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def catch_signals():  # KeyboardInterrupt for all but those that are ignored, as under nohup

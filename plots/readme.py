@@ -199,16 +199,18 @@ def field() -> str:
             compiled = "LeanRL compile"
             if f"{compiled}, channels last" in entrants:
                 compiled += ", channels last"
-            table.append(against_others(title, found, compiled))
             awake = f"{compiled}, threads awake"
             if awake in entrants:
+                table.append(against_others(f"{title}, threads asleep", found, compiled))
                 table.append(against_others(f"{title}, threads awake", found, awake))
+            else:
+                table.append(against_others(title, found, compiled))
     said = "Environment steps/s on HalfCheetah-v5 or Breakout-v5, and ratios of the same round: "
     said += "medians (and ranges) over rounds in turns (`*_field*_cpu.md`; "
     said += "`bash run.sh field --algorithm td3` makes one). Atari "
     said += "with `--channels-last`, its Stable-Baselines3 on that library's own environments; PQN "
-    said += "against CleanRL's file. Threads awake: `GOMP_SPINCOUNT=100000`. Only our PPO "
-    said += "normalizes what it sees."
+    said += "against CleanRL's file. Threads asleep: as they waited then; awake: as they do "
+    said += "now on cores of their own. Only our PPO normalizes what it sees."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 

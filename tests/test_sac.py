@@ -431,7 +431,11 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
         err = closed_stdout(tmp_path, *words, "--save-model")
     else:
         monkeypatch.chdir(tmp_path)
+        watched = []
+        monkeypatch.setattr(variant, "watch_cores", watched.append)
         variant.main(variant.Args(**flags, **more, save_model=True))
+        (over,) = watched
+        assert over.is_set()
         out, err = capsys.readouterr()
         assert not out
         assert err.count("without CUDA it has no effect") == (not torch.cuda.is_available())
@@ -459,13 +463,79 @@ def test_run_from_end_to_end(more, tmp_path, monkeypatch, capsys):
     assert not (run_dir / "checkpoint.partial").exists()
 
 
-def test_threads_of_compiled_code_that_wait_go_to_sleep(tmp_path):
-    """OpenMP tells what it has read: the setting must come before torch is imported."""
-    env = os.environ | {"OMP_DISPLAY_ENV": "verbose"}
-    env.pop("GOMP_SPINCOUNT", None)
-    for flag in ("--compile", "--resume=RUN"):
-        done = run(tmp_path, VARIANT, flag, "--help", env=env)
-        assert "GOMP_SPINCOUNT = '1000'" in done.stderr
+WAITING = """
+import os, resource, statistics, threading, time, torch
+from leanrl import sac_continuous_action_torchcompile as variant
+
+# Two processes on one core
+cores = os.sched_getaffinity(0)
+os.sched_setaffinity(0, [min(cores)])
+child = os.fork()
+end = time.monotonic() + 1
+before = variant.seconds_without_core()
+while time.monotonic() < end:
+    pass
+if not child:
+    os._exit(0)
+print(variant.seconds_without_core() - before)
+os.wait()
+os.sched_setaffinity(0, cores)
+
+# Two threads, while the kernel's account is made up
+total = per_look = 0.0
+looks = threading.Semaphore(0)
+
+class Over(threading.Event):
+    def wait(self, seconds):
+        return super().wait(seconds / 100)
+
+def look():
+    global total
+    total += per_look
+    looks.release()
+    return total
+
+def times_asleep():  # of all threads, in 50 parallel loops and 50 us after each
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(50):
+        numbers.add_(1)
+        end = time.perf_counter() + 50e-6
+        while time.perf_counter() < end:
+            pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+torch.set_num_threads(2)
+numbers = torch.zeros(100_000)
+over = Over()
+variant.seconds_without_core = look
+watcher = threading.Thread(target=variant.watch_cores, args=[over], daemon=True)
+watcher.start()
+for per_look in (0.0, 0.5, 0.1):
+    while looks.acquire(blocking=False):
+        pass
+    for _ in range(6):
+        looks.acquire()
+    time.sleep(0.2)
+    found = [times_asleep() for _ in range(100)]
+    print(min(found), statistics.median(found))
+per_look = 0.5
+over.set()
+watcher.join()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: OpenMP's threads sleep")
+def test_threads_that_wait_are_awake_unless_others_want_the_cores():
+    """As the kernel counts: how long a thread had no core, and how often it went to sleep."""
+    env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    command = [sys.executable, "-c", WAITING]
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300, check=True
+    )
+    waited, alone, crowded, alone_again = (line.split() for line in done.stdout.splitlines())
+    assert 0.4 < float(waited[0]) < 1, "of a second for two"
+    assert int(alone[0]) < 10 and int(alone_again[0]) < 10, "they sleep"
+    assert float(crowded[1]) >= 50, "they wait awake"
 
 
 WHEN_COMPILED = """

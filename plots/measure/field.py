@@ -20,9 +20,7 @@ part of this project and wants old packages, where you have put them:
     python plots/measure/field.py --algorithm pqn_atari \
         --peer "env PYTHONPATH=OLD python cleanrl/pqn_atari_envpool.py"
 
-All else is each library's default. Threads of compiled code go to sleep while they wait for each
-other; SAC and TD3 have one more row in which they stay awake (GOMP_SPINCOUNT=100000), as those of
-the baseline and of the libraries do. One process at a time, in rounds (A B C D E, A B C D E), round
+All else is each library's default. One process at a time, in rounds (A B C D E, A B C D E), round
 n with seed n. All use as many threads as they choose, and a GPU if their torch or JAX has one.
 
     steps/s         median over the rounds, and range, after the warm-up: for ours the stopwatch's
@@ -60,7 +58,6 @@ OURS = {  # name -> what follows the script's name
     "LeanRL eager": ["_torchcompile.py"],
     "LeanRL compile": ["_torchcompile.py", "--compile"],
 }
-AWAKE = "LeanRL compile, threads awake"
 CHANNELS_LAST = ["_torchcompile.py", "--compile", "--channels-last"]
 
 
@@ -89,7 +86,6 @@ OFF_POLICY = Algorithm(
     steps=3000,
     steady_after=1500,
     script="sac_continuous_action",
-    rows=OURS | {AWAKE: OURS["LeanRL compile"]},
 )
 PPO = Algorithm(
     theirs={"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}},
@@ -259,8 +255,6 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         if entrant != PEER:
             suffix, *switches = settings.rows[entrant]
             command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
-            if entrant == AWAKE:
-                command = ["env", "GOMP_SPINCOUNT=100000", *command]
     command += [str(part) for flag in flags.items() for part in flag]
     if entrant in LIBRARIES:
         return run_library(command, log, progress, what)
