@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -43,18 +42,6 @@ def test_field_ratios_are_within_a_round():
     assert rows[ours]["sps_steady"] == {"mean": 380, "median": 120, "min": 20, "max": 1000}
     assert rows["SBX"]["skipped"] == "no finished run"
     assert len({len(line) for line in field.cells(list(rows.values()))}) == 1
-
-
-def test_busy_programs_end_with_what_they_are_beside():
-    with field.busy_programs(2) as others:
-        assert [other.poll() for other in others] == [None, None]
-    assert [other.returncode for other in others] == [-signal.SIGKILL] * 2
-    code = "import field, os\nwith field.busy_programs(1): os.kill(os.getpid(), 9)"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code]
-    # The busy program has the same standard output, which ends when both have.
-    killed = subprocess.run(command, env=env, stdout=subprocess.PIPE, timeout=300)
-    assert killed.returncode == -signal.SIGKILL
 
 
 def test_the_libraries_window_has_as_many_trainings_as_rollouts(monkeypatch, capsys):

@@ -2,7 +2,6 @@ r"""The field benchmark: how fast an algorithm is here and in other libraries, o
 
     bash run.sh field                               makes .venv-field first, then calls this
     bash run.sh field --algorithm ppo --rounds 3
-    bash run.sh field --beside 1 --steps 2000       SAC on cores that a busy program uses, too
     python plots/measure/field.py --algorithm td3 --steps 3000 --field-python .venv-field/bin/python
 
 Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the variant eager and the
@@ -39,12 +38,9 @@ Written to plots/out/: field_ALGORITHM.md, .json, and logs/. Exit status 1 if a 
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -282,24 +278,9 @@ def cells(rows: list[dict]) -> list[list[str]]:
     return rounds.cells(rows, "entrant", columns)
 
 
-@contextmanager
-def busy_programs(count: int):
-    """So many others meanwhile, each of which would fill a core; they end with this process."""
-    code = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
-    command = [sys.executable, "-c", code, str(os.getpid())]
-    others = [subprocess.Popen(command) for _ in range(count)]
-    try:
-        yield others
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS, "--seed", "--field-python")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
-    parser.add_argument("--beside", type=run_dirs.few, help="as many busy programs")
     parser.add_argument("--peer", help="what runs CleanRL's file, for PQN")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     options = parser.parse_args(arguments)
@@ -315,14 +296,11 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--peer: {options.algorithm} is compared with a script of CleanRL's")
     else:
         processes.check_field(parser, options, "field")
-    with busy_programs(options.beside or 0):
-        results, failures = rounds.take_turns(settings.entrants, options, measure)
+    results, failures = rounds.take_turns(settings.entrants, options, measure)
     rows = summarize(results, settings.entrants)
-    command = processes.call("field.py", options, "algorithm", "rounds", "steps", "beside")
+    command = processes.call("field.py", options, "algorithm", "rounds", "steps")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
     above = ["Field benchmark", f"{settings.env_id}, {options.steps:,} steps per run"]
-    if options.beside:
-        above.append(f"busy programs beside it: {options.beside}")
     above += [f"LeanRL: {flag} {value}" for flag, value in settings.ours.items()]
     for library in settings.libraries:
         if library == PEER:
