@@ -708,7 +708,10 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
                 sync_tensorboard=True,
             )
         threading.excepthook = print_unless_disk_is_full
+        self.over = threading.Event()
+        self.watcher = threading.Thread(target=watch_cores, args=[self.over], daemon=True)
         with one_line(self.dir):
+            self.watcher.start()
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
         self.bar = tqdm.tqdm(
             total=self.total_steps,
@@ -716,18 +719,17 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             unit="step",
             disable=sys.stderr is None,  # it has been closed
         )
-        self.over = threading.Event()
-        threading.Thread(target=watch_cores, args=[self.over], daemon=True).start()
         self.caught = catch_signals()
 
     def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
-        self.over.set()
         with undisturbed(forget=True):
+            self.over.set()
             with suppress(OSError):  # the disk may be full
                 self.writer.close()
             with suppress(OSError):  # nobody may be reading
                 self.bar.close()
             self.watch.report(self.dir / f"stages{self.suffix}")
+            self.watcher.join()
         for number in self.caught:
             signal.signal(number, signal.SIG_DFL)
         if kind is KeyboardInterrupt or kind is SystemExit and not error.code:
@@ -767,26 +769,34 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
 
 
 def watch_cores(over):  # OpenMP's threads wait awake, but asleep while others want the cores
-    def is_crowded():
-        before = seconds_without_core()
-        ended = over.wait(1)
-        return not ended and seconds_without_core() - before > 0.2
-
-    def keep_team(calm):
-        torch.ones(100_000).sum()  # a thread that computes gets a team of its own
-        calm.wait()
-
-    while not over.is_set():
-        if is_crowded():  # libgomp's threads sleep where its teams have more of them than cores
+    before = seconds_without_core()
+    calm = None  # an event, while more teams of threads are kept
+    quiet = patience = 0  # seconds
+    while not over.wait(1):
+        now = seconds_without_core()
+        threads = torch.get_num_threads()
+        crowded = threads > 1 and now - before > 0.1 * threads
+        before = now
+        quiet = 0 if crowded else quiet + 1
+        if crowded and not calm:  # with more threads in teams than cores libgomp lets them sleep
             calm = threading.Event()
-            for _ in range(2 * len(os.sched_getaffinity(0)) // torch.get_num_threads()):
+            patience = min(2 * patience + 1, 60)  # the others may be a simulator's, and come back
+            cores = len(os.sched_getaffinity(0))
+            for _ in range(math.ceil(cores / (threads - 1))):
                 threading.Thread(target=keep_team, args=[calm], daemon=True).start()
-            while is_crowded():
-                pass
+        elif calm and quiet >= patience:
             calm.set()
+            calm = None
+    if calm:
+        calm.set()
 
 
-def seconds_without_core():  # that this process's threads were ready to run, all together
+def keep_team(calm):  # of OpenMP: each thread that computes has its own
+    torch.ones(100_000).sum()
+    calm.wait()
+
+
+def seconds_without_core():  # how long threads of this process, summed, were ready but had no core
     nanoseconds = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has ended

@@ -345,12 +345,12 @@ def run_all(todo: list[Variant], environments: list[dict], root: Path) -> None:
                     variant = queue.pop(0)
                     if variant.status.get("state") == "stopped":  # before its turn
                         continue
-                    # Until `running` knows the process: an interrupt would leave it to itself.
-                    signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+                    # Blocked until `running` has the process: an interrupt before would orphan it.
+                    mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
                     try:
                         running[slot] = variant, start(variant, environment, root)
                     finally:
-                        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
+                        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for slot, (variant, child) in list(running.items()):
                 deadline = None
                 # as the command `stop` has asked, which may have seen it wait
@@ -366,12 +366,13 @@ def run_all(todo: list[Variant], environments: list[dict], root: Path) -> None:
     except BaseException:
         for number in INTERRUPTS:
             signal.signal(number, signal.SIG_IGN)  # the second Ctrl-C must not prevent this
-        for _, child in running.values():
+        told = [child for _, child in running.values() if child.poll() is None]
+        for child in told:
             child.terminate()
         deadline = time.monotonic() + GRACE
         for variant, child in running.values():
             with suppress(OSError):  # a full disk must not save the others
-                finish(variant, child, deadline)
+                finish(variant, child, deadline if child in told else None)
         raise
 
 

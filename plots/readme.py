@@ -80,7 +80,9 @@ def where(machine: dict) -> str:
 def speedup() -> str:
     """The speed-up table, a line per pair of scripts; what another day said stands beside it."""
     other = {}
-    for row in record("speedup_earlier_cpu")["rows"]:
+    earlier = record("speedup_earlier_cpu")
+    vectors = earlier["machine"]["cpu"]["vectors"]
+    for row in earlier["rows"]:
         if row.get("speedup"):
             other[row["script"], row["row"]] = f"{row['speedup']:.2f}x"
     found = record("speedup_cpu")
@@ -101,8 +103,9 @@ def speedup() -> str:
         )
     seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
     said = "Environment steps/s after the warm-up, all but CartPole's on HalfCheetah-v5, seeds per "
-    said += f"row: {seeds}, on {where(found['machine'])} (`speedup_cpu.md`); earlier: on another "
-    said += "day, by the scripts of that day (`speedup_earlier_cpu.md`); warm-up: of the first run."
+    said += f"row: {seeds}, on {where(found['machine'])} (`speedup_cpu.md`); earlier: on a "
+    said += f"slower day, {vectors}, by the scripts of that day (`speedup_earlier_cpu.md`); "
+    said += "warm-up: of the first run."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
@@ -209,8 +212,9 @@ def field() -> str:
     said += "medians (and ranges) over rounds in turns (`*_field*_cpu.md`; "
     said += "`bash run.sh field --algorithm td3` makes one). Atari "
     said += "with `--channels-last`, its Stable-Baselines3 on that library's own environments; PQN "
-    said += "against CleanRL's file. Threads asleep: as they waited then; awake: as they do "
-    said += "now on cores of their own. Only our PPO normalizes what it sees."
+    said += "against CleanRL's file. SAC and TD3 on AVX2, Atari and PQN are of former "
+    said += "scripts, whose threads slept while they waited, unless the line says awake. Only our "
+    said += "PPO normalizes what it sees."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 

@@ -470,8 +470,8 @@ def test_a_stop_during_a_start_is_heard(place, monkeypatch):
         with ending:
             sweep.run_all([one], [{}], place)
         assert one.status["state"] == "stopped", name
-    (child,) = born  # SIGTERM reached it: none of the launcher's masks is its
-    assert child.returncode == -signal.SIGTERM
+    (child,) = born  # SIGTERM reached it, which the stand-in takes like Ctrl-C as soon as it can
+    assert child.returncode in (-signal.SIGTERM, -signal.SIGINT)
 
 
 def test_a_deleted_folder_ends_no_other_run(place):

@@ -81,9 +81,8 @@ def work(point: dict, seed: int) -> None:
     if point["entrant"] == "compile":
         suffix = run_dirs.VARIANT
         flags["compile"] = True
-        sys.argv.append("--compile")  # by which the variant decides how OpenMP's threads wait
     module = importlib.import_module(f"leanrl.sac_continuous_action{suffix}")
-    nn = module.nn  # torch is not imported before: the variant sets what OpenMP reads then
+    nn = module.nn
 
     def mlp(inputs: int, outputs: int) -> nn.Sequential:
         return nn.Sequential(
