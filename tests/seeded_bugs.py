@@ -895,6 +895,30 @@ BUGS = [
         "or kind is SystemExit and error.code is None:",
         "test_resume.py::test_an_environment_that_ends_the_program_is_no_success",
     ),
+    Bug(
+        REGION,
+        "now - before > 0.1 * threads",
+        "now - before > 0.6 * threads",
+        "test_sac.py::test_threads_that_wait_are_awake_unless_others_want_the_cores",
+    ),
+    Bug(
+        REGION,
+        "math.ceil(cores / (threads - 1))",
+        "cores // threads // 2",
+        "test_sac.py::test_threads_that_wait_are_awake_unless_others_want_the_cores",
+    ),
+    Bug(
+        REGION,
+        "elif calm and quiet >= patience:\n            calm.set()",
+        "elif calm and quiet >= patience:\n            pass",
+        "test_sac.py::test_threads_that_wait_are_awake_unless_others_want_the_cores",
+    ),
+    Bug(
+        REGION,
+        "return nanoseconds / 1e9",
+        "return nanoseconds / 1e6",
+        "test_sac.py::test_threads_that_wait_are_awake_unless_others_want_the_cores",
+    ),
     # CUDA graphs, rehearsed without a GPU
     Bug(
         "leanrl/sac_*_torchcompile.py",
@@ -968,6 +992,18 @@ BUGS = [
         'shares = [",".join(found[i : i + size]) for i in starts]',
         'shares = [",".join(found[i : i + 1]) for i in starts]',
         "test_sweep.py::test_cores_and_gpus_are_shared_out",
+    ),
+    Bug(
+        SWEEP,
+        "mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)",
+        "mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())",
+        "test_sweep.py::test_a_stop_during_a_start_is_heard",
+    ),
+    Bug(
+        SWEEP,
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)",
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, ())",
+        "test_sweep.py::test_a_stop_during_a_start_is_heard",
     ),
     # plots/
     Bug(
