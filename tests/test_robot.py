@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -60,7 +59,9 @@ def test_a_robot_is_trained_drawn_and_filmed(tmp_path, monkeypatch, capsys):
     record = json.loads((tmp_path / "out/robot.json").read_text())
     (one,) = record["robots"]
     assert [row[1:] for row in one["evaluations"]] == [[10, 10], [20, 20], [30, 30]]
-    assert len(one["shots"]) == 2 and all(os.path.exists(s["checkpoint"]) for s in one["shots"])
+    shots = [shot["checkpoint"] for shot in one["shots"]]
+    assert shots == [f"out/robot/{task}-{number}.pt" for number in (0, 1)]
+    assert all((tmp_path / shot).exists() for shot in shots)
     assert (tmp_path / "out/robot.png").exists() and filmed == [tmp_path / "out/robot.json"]
     # a film of what OpenGL cannot draw is one line
     monkeypatch.undo()
@@ -89,13 +90,15 @@ def test_a_robot_is_trained_drawn_and_filmed(tmp_path, monkeypatch, capsys):
             pass
 
     monkeypatch.setattr("gymnasium.make", lambda *_, **__: Environment())
-    pictures, total = robot.play(task, one["shots"][0]["checkpoint"])
+    pictures, total = robot.play(task, tmp_path / shots[0])
     assert total == 60 and len(pictures) == 48
     # twelve pictures a second of 25 steps a second, up to the fall after 1.2 seconds
     assert [int(picture[0, 0, 0]) for picture in pictures[:4]] == [0, 3, 5, 7]
     assert pictures[-1][0, 0, 0] == 30
     image = pytest.importorskip("PIL.Image")
+    monkeypatch.setattr(robot.run_dirs, "ROOT", tmp_path)
     robot.shoot([one, one], tmp_path / "robot.gif")
+    assert [shot["return"] for shot in one["shots"]] == [60, 60]
     with image.open(tmp_path / "robot.gif") as film:
         assert film.size == (480, 360)
 

@@ -64,7 +64,7 @@ def train(task: str, options: argparse.Namespace, bar) -> dict:
         minutes = (time.monotonic() - born) / 60
         copy = folder / f"{task}-{len(shots)}.pt"
         shutil.copy(checkpoint, copy)
-        shots.append({"minutes": minutes, "checkpoint": str(copy)})
+        shots.append({"minutes": minutes, "checkpoint": run_dirs.shown(copy)})
 
     def progress(log: Path) -> None:
         done, said = processes.progress_in(log)
@@ -144,7 +144,7 @@ def play(task: str, checkpoint: Path) -> tuple[list[np.ndarray], float]:
 
 
 def shoot(robots: list[dict], path: Path) -> None:
-    """The film: a row per robot, a column per shot."""
+    """The film: a row per robot, a column per shot, which learns what its episode returned."""
     from PIL import Image, ImageDraw, ImageFont
 
     width, height = PANEL
@@ -155,8 +155,9 @@ def shoot(robots: list[dict], path: Path) -> None:
     font = ImageFont.load_default(14)
     for row, robot in enumerate(robots):
         for column, shot in enumerate(robot["shots"]):
-            pictures, total = play(robot["task"], Path(shot["checkpoint"]))
-            said = f"{shot['minutes']:.1f} min: {total:,.0f}"
+            checkpoint = run_dirs.ROOT / shot["checkpoint"]
+            pictures, shot["return"] = play(robot["task"], checkpoint)
+            said = f"{shot['minutes']:.1f} min: {shot['return']:,.0f}"
             for sheet, picture in zip(sheets, pictures, strict=True):
                 panel = Image.fromarray(picture)
                 ImageDraw.Draw(panel).text(
@@ -194,6 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.shoot:
         record = run_dirs.read_json(options.shoot)
         shoot(record["robots"], options.shoot.with_suffix(".gif"))
+        run_dirs.write_json(options.shoot, record)  # now with the returns that the film shows
         return 0
     robots = []
     failures = []
