@@ -954,9 +954,9 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             )
         threading.excepthook = print_unless_disk_is_full
         self.over = threading.Event()
-        self.watcher = threading.Thread(target=watch_cores, args=[self.over], daemon=True)
+        self.core_watcher = threading.Thread(target=watch_cores, args=[self.over], daemon=True)
         with one_line(self.dir):
-            self.watcher.start()
+            self.core_watcher.start()
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
         self.bar = tqdm.tqdm(
             total=self.total_steps,
@@ -974,7 +974,7 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
             with suppress(OSError):  # nobody may be reading
                 self.bar.close()
             self.watch.report(self.dir / f"stages{self.suffix}")
-            self.watcher.join()
+            self.core_watcher.join()
         for number in self.caught:
             signal.signal(number, signal.SIG_DFL)
         if kind is KeyboardInterrupt or kind is SystemExit and not error.code:
@@ -1015,25 +1015,27 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
 
 def watch_cores(over):  # OpenMP's threads wait awake, but asleep while others want the cores
     before = seconds_without_core()
-    calm = None  # an event, while more teams of threads are kept
+    teams = []  # libgomp's threads sleep while its teams have more of them than there are cores
     quiet = patience = 0  # seconds
-    while not over.wait(1):
+    ended = False
+    while not ended:
+        ended = over.wait(1)
         now = seconds_without_core()
         threads = torch.get_num_threads()
         crowded = threads > 1 and now - before > 0.1 * threads
         before = now
         quiet = 0 if crowded else quiet + 1
-        if crowded and not calm:  # with more threads in teams than cores libgomp lets them sleep
-            calm = threading.Event()
+        if crowded and not teams and not ended:
             patience = min(2 * patience + 1, 60)  # the others may be a simulator's, and come back
-            cores = len(os.sched_getaffinity(0))
-            for _ in range(math.ceil(cores / (threads - 1))):
-                threading.Thread(target=keep_team, args=[calm], daemon=True).start()
-        elif calm and quiet >= patience:
+            calm = threading.Event()
+            for _ in range(math.ceil(len(os.sched_getaffinity(0)) / (threads - 1))):
+                teams.append(threading.Thread(target=keep_team, args=[calm], daemon=True))
+                teams[-1].start()
+        elif teams and (ended or quiet >= patience):
             calm.set()
-            calm = None
-    if calm:
-        calm.set()
+            for team in teams:  # at the end of the process none may be inside of PyTorch
+                team.join()
+            teams = []
 
 
 def keep_team(calm):  # of OpenMP: each thread that computes has its own

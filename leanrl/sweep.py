@@ -57,7 +57,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -316,6 +316,16 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
         raise
 
 
+@contextmanager
+def uninterrupted():
+    """Ctrl-C and its like count afterwards."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def finish(variant: Variant, child: subprocess.Popen, deadline: float | None = None) -> str:
     """Records how a run ended -> its state.
 
@@ -343,14 +353,9 @@ def run_all(todo: list[Variant], environments: list[dict], root: Path) -> None:
             for slot, environment in enumerate(environments):
                 while queue and slot not in running:
                     variant = queue.pop(0)
-                    if variant.status.get("state") == "stopped":  # before its turn
-                        continue
-                    # Blocked until `running` has the process: an interrupt before would orphan it.
-                    mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
-                    try:
-                        running[slot] = variant, start(variant, environment, root)
-                    finally:
-                        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                    if variant.status.get("state") != "stopped":  # before its turn
+                        with uninterrupted():  # or a process that is not in `running` yet goes on
+                            running[slot] = variant, start(variant, environment, root)
             for slot, (variant, child) in list(running.items()):
                 deadline = None
                 # as the command `stop` has asked, which may have seen it wait

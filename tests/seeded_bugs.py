@@ -903,14 +903,14 @@ BUGS = [
     ),
     Bug(
         REGION,
-        "math.ceil(cores / (threads - 1))",
-        "cores // threads // 2",
+        "math.ceil(len(os.sched_getaffinity(0)) / (threads - 1))",
+        "0",
         "test_sac.py::test_threads_that_wait_are_awake_unless_others_want_the_cores",
     ),
     Bug(
         REGION,
-        "elif calm and quiet >= patience:\n            calm.set()",
-        "elif calm and quiet >= patience:\n            pass",
+        "elif teams and (ended or quiet >= patience):",
+        "elif teams and ended:",
         "test_sac.py::test_threads_that_wait_are_awake_unless_others_want_the_cores",
     ),
     Bug(
