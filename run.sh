@@ -176,8 +176,7 @@ case $command in
         ;;
     --full) exec "$python" plots/measure/speedup.py --full "$@" ;;
     test)
-        workers=(-n auto --maxprocesses 4 --dist loadfile)   # each takes whole files
-        ! command -v nvidia-smi >/dev/null || workers=(-n 0) # they would share the GPU
+        workers=(-n auto --maxprocesses 4 --dist loadfile) # each takes whole files
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
         exec "$python" -m pytest -q "${workers[@]}" tests "$@"
         ;;

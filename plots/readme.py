@@ -117,10 +117,10 @@ def gpu() -> str:
     found = record("speedup_h200")
     for row in found["rows"]:
         rows.setdefault(row["script"], {})[row["row"]] = row
-    earlier: dict = {}
+    former = {}
     for row in record("speedup_earlier_h200")["rows"]:
         if row.get("speedup"):
-            earlier.setdefault(row["script"], {})[row["row"]] = f"{row['speedup']:.1f}x"
+            former[row["script"], row["row"]] = row
     windows = []
     busy = {}
     for row in record("utilization_h200")["rows"]:
@@ -131,7 +131,7 @@ def gpu() -> str:
     table = [["script", "baseline", "`--compile --cudagraphs`", "speed-up", "warm-up s"]]
     table[0] += ["speed-up earlier: `--compile`", "and `--cudagraphs`"]
     table[0] += ["GPU busy: baseline", "captured"]
-    for script in dict.fromkeys([*rows, *earlier]):
+    for script in dict.fromkeys([*rows, *(script for script, _ in former)]):
         cells = [unknown] * 4
         if script in rows:
             slow, fast = rows[script]["baseline"], rows[script][captured]
@@ -139,7 +139,8 @@ def gpu() -> str:
             cells.append(f"**{fast['speedup']:.1f}x**")
             cells.append(f"{fast['warmup_seconds']['first']:.0f}")
         for row in ("compile", captured):
-            cells.append(earlier.get(script, {}).get(row, unknown))
+            before = former.get((script, row))
+            cells.append(f"{before['speedup']:.1f}x" if before else unknown)
         for row in ("baseline", captured):
             cells.append(busy.get((script, row), unknown))
         table.append([f"`{script}`", *cells])
@@ -149,7 +150,7 @@ def gpu() -> str:
     reached = next(seconds for _, value, seconds in returns if value >= level)
     (peer,) = record("leanrl_h200")["rows"]
     steps, seconds = np.ptp(peer["points"], axis=0)
-    ours = rows["td3_continuous_action"][captured]["sps_steady"]["mean"]
+    ours = former["td3_continuous_action", captured]["sps_steady"]["mean"]
     said = f"""Environment steps/s after the warm-up, one run each with a window of
     {min(windows):.0f} to {max(windows):.0f} s, on {where(found["machine"])} (`speedup_h200.md`).
     Earlier: by former scripts (`speedup_earlier_h200.md`). The warm-up is of the captured run, with
@@ -158,8 +159,8 @@ def gpu() -> str:
     {reached:.0f} s after its start and {short(worlds["mean_return_last_10"])} after
     {in_units(returns[-1][0])} steps and {worlds["stages"]["wall_seconds"]:.0f} s, imports not
     counted, its kernels compiled before (`ppo_mujoco_halfcheetah_h200.json`). Of Meta's LeanRL one
-    of four scripts ran through with these versions, TD3, which had made {short(steps / seconds)}
-    where ours makes {short(ours)} (`leanrl_h200.json`)."""
+    of four scripts ran through with these versions, TD3, which then made {short(steps / seconds)}
+    where ours made {short(ours)} (`leanrl_h200.json`)."""
     return f"{as_markdown(table, labels=1)}\n\n{' '.join(said.split())}\n"
 
 

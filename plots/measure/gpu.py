@@ -31,6 +31,7 @@ import run_dirs
 import torch
 from run_dirs import ROOT, shown
 
+SHARED = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # minutes, not twenty
 NOT_STUDIED = r"^(skipped: .*|.*: no kernel.*)$"
 RESULTS = ROOT / "plots/results"
 
@@ -43,15 +44,17 @@ class Step(NamedTuple):
     rehearsed: list[str]
     shows: str  # a regular expression: the lines of its output that the page quotes
     writes: bool = True  # it takes --out
+    threads: int | None = None  # of each process, where several share the cores
 
 
 STEPS = [
     Step(
         "tests",
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests"],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests", *SHARED],
         ["-k", "captured_epochs"],
         r"^(FAILED.*|ERROR.*|.*\d+ (?:passed|failed).*)$",
         writes=False,
+        threads=2,
     ),
     Step(
         "speed-up",
@@ -78,6 +81,8 @@ def run_step(step: Step, options: argparse.Namespace, environment: dict) -> dict
         command += step.rehearsed
     log = options.out / "logs" / f"gpu-{step.name.replace(' ', '-')}.log"
     print(f"{step.name}: {shlex.join(command[1:])}", flush=True)
+    if step.threads:
+        environment = environment | {"OMP_NUM_THREADS": str(step.threads)}
     begin = time.monotonic()
     status = processes.run_logged(command, log, environment=environment)
     said = re.findall(step.shows, log.read_text(errors="replace"), re.MULTILINE)
