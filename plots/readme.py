@@ -48,7 +48,7 @@ PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid
         "Ant-v5": "4,616 / 5,813 / 1,327",
         "Humanoid-v5": "6,232 / 5,567 / -",
     },
-    "FlashSAC, v4": {  # its paper's
+    "[FlashSAC](https://arxiv.org/abs/2604.04539), v4": {
         "HalfCheetah-v5": "14,465",
         "Hopper-v5": "4,064",
         "Walker2d-v5": "7,346",
@@ -263,8 +263,8 @@ def overhead() -> str:
     means = [row["bias"]["mean"] for row in rows]
     pairs = [abs(row["bias"][end]) for row in rows for end in ("min", "max")]
     said = f"{min(means):+.1%} to {max(means):+.1%} of a step, means of {len(rows)} compiled "
-    said += "scripts on a CPU: not to be told from nothing, as pairs of runs differ by up to "
-    return f"{said}{max(pairs):.1%} (`overhead_cpu.md`).\n"
+    said += f"scripts on a CPU; pairs of runs differ by up to {max(pairs):.1%}, so that a bias of "
+    return f"{said}1% cannot be told from none (`overhead_cpu.md`).\n"
 
 
 def learning() -> str:
