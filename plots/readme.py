@@ -375,7 +375,8 @@ def race() -> str:
     said += "first evaluation there, one in every minute or two; steps: of all worlds. Our PPO's "
     said += "line is flat after the dot in the figure, where its steps are used up. Speed depends "
     said += "on the processor and the day: our PPO, SAC and TD3 and zoo's PPO ran mostly on a fast "
-    said += "day with AVX512, zoo's SAC and SBX TQC mostly not, which understates these two. "
+    said += "day with AVX512, zoo's SAC and SBX TQC only on HalfCheetah: on the two other robots "
+    said += "they are understated. "
     said += f"On {machine} (`race_cpu.md`, with ranges)."
     return f"{title}\n\n{as_markdown(table, labels=2)}\n\n{said}\n"
 
