@@ -128,11 +128,11 @@ def gpu() -> str:
     for row in record("speedup_earlier_h200")["rows"]:
         if row.get("speedup"):
             former[row["script"], row["row"]] = row
-    windows = []
+    windows = {}
     busy = {}
     for row in record("utilization_h200")["rows"]:
         if row["script"] in rows:
-            windows.append(row["window"])
+            windows[row["script"], row["row"]] = row["window"]
         if "GPU" in row:
             busy[row["script"], row["row"]] = f"{row['GPU']['mean']:.0f}%"
     table = [["script", "baseline", "`--compile --cudagraphs`", "speed-up", "warm-up s"]]
@@ -154,20 +154,19 @@ def gpu() -> str:
     worlds, arrived = worlds_on_gpu(LEVEL)
     (peer,) = record("leanrl_h200")["rows"]
     steps, seconds = np.ptp(peer["points"], axis=0)
-    before, ours = (
-        former[f"{name}_continuous_action", captured]["sps_steady"]["mean"]
-        for name in ("sac", "td3")
-    )
-    shortest = min(windows)
+    before = former["sac_continuous_action", captured]["sps_steady"]["mean"]
+    ours = former["td3_continuous_action", captured]["sps_steady"]["mean"]
     said = f"""Environment steps/s after the warm-up, one run each with a window of
-    {shortest:.0f} to {max(windows):.0f} s, on {where(found["machine"])} (`speedup_h200.md`).
+    {min(windows.values()):.0f} to {max(windows.values()):.0f} s, on {where(found["machine"])}
+    (`speedup_h200.md`).
     Earlier: by former scripts, PPO's baseline while files were unpacked on other cores
     (`speedup_earlier_h200.md`); Atari's busy time is of then, too. Captured SAC made
     {short(before)} then; why it made less now was not examined. The warm-up is of the captured run,
     with an empty cache but for worlds. Busy: NVML, every second. {unknown}: not measured, or by
     fewer than three samples. Worlds are 4,096 of mujoco_warp, on a second H200, SAC's with
     `--utd-ratio 0.001 --batch-size 8192`, its baseline ended after a window of
-    {shortest:.1f} s. PPO returned {LEVEL:,} in training {arrived:.0f} s after its start and
+    {windows["sac_mujoco_gpu", "baseline"]:.1f} s. PPO returned {LEVEL:,} in training
+    {arrived:.0f} s after its start and
     {short(worlds["mean_return_last_10"])} after {in_units(worlds["episodic_returns"][-1][0])} steps
     and {worlds["stages"]["wall_seconds"]:.0f} s, imports not counted, kernels and compiled code
     cached (`ppo_mujoco_halfcheetah_h200.json`). Meta's LeanRL, on the earlier day: its TD3 made
@@ -367,10 +366,8 @@ def race() -> str:
         title += f"; Stable-Baselines3's PPO and SAC and SBX's TQC do not in {minutes[-1]}"
     title += ". Compilation counts, evaluations do not. "
     _, arrived = worlds_on_gpu(first["level"])
-    title += (
-        "[On an H200](#speed), with everything compiled before and imports not counted, one run "
-    )
-    title += f"on 4,096 worlds returned as much in training after {arrived:.0f} seconds."
+    title += "[On an H200](#speed), with everything compiled before and imports not counted, one "
+    title += f"run on 4,096 worlds returned as much in training after {arrived:.0f} seconds."
     said = f"Returns: means of {' or '.join(map(str, seeds))} seeds; minutes to a level: to the "
     said += "first evaluation there, one in every minute or two; steps: of all worlds. Our PPO's "
     said += "line is flat after the dot in the figure, where its steps are used up. Speed depends "

@@ -31,7 +31,7 @@ import run_dirs
 import torch
 from run_dirs import ROOT, shown
 
-SHARED = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # minutes, not twenty
+SHARED = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # side by side on the GPU
 NOT_STUDIED = r"^(skipped: .*|.*: no kernel.*)$"
 RESULTS = ROOT / "plots/results"
 
