@@ -289,8 +289,6 @@ def test_an_active_environment_is_used(clone, tmp_path):
     root, python = clone
     fake_python(python, missing="")
     workers = "-n auto --maxprocesses 4 --dist loadfile"
-    if shutil.which("nvidia-smi"):
-        workers = "-n 0"
     for script in ("run.sh", ".ci/run"):
         arguments = ["test"] if script == "run.sh" else []
         env = {"VIRTUAL_ENV": str(python.parents[1])}

@@ -9,7 +9,7 @@ variant with --compile: HalfCheetah-v5, one environment, the same number of step
 update per step on 256 transitions, networks of 256-256, the first 500 steps random. PPO: rollouts
 of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours normalizes observations
 and rewards. PPO on MuJoCo's worlds: ours on 64, the library on one (ppo_mujoco), or on 64 as well,
-with our rollouts of 64 steps and 4 epochs of 16 minibatches (ppo_mujoco_64). PPO for Atari:
+with our rollouts of 128 steps and 4 epochs of 16 minibatches (ppo_mujoco_64). PPO for Atari:
 Breakout, 8 games, rollouts of 128 steps, 4 epochs of 4 minibatches (ppo_atari), or 64 games, of 32
 steps, in 8 minibatches (ppo_atari_64), so that all have 256 rows; clipping at 0.1, the network of
 Mnih et al; ours on EnvPool, Stable-Baselines3 on its own Atari environments. SBX is in SAC, TD3 and
@@ -52,7 +52,7 @@ import run_dirs
 PEER = "CleanRL"
 LIBRARIES = {"Stable-Baselines3": "stable_baselines3", "SBX": "sbx"}
 SB3 = ("Stable-Baselines3",)
-WORLDS = {"--total-timesteps": 60 * 64 * 64}  # 60 rollouts of 64 steps
+WORLDS = {"--total-timesteps": 30 * 64 * 128}  # 30 rollouts of 128 steps
 OURS = {  # name -> what follows the script's name
     "LeanRL baseline": [".py"],
     "LeanRL eager": ["_torchcompile.py"],
@@ -120,9 +120,9 @@ ALGORITHMS = {
     "ppo_mujoco": ON_WORLDS,
     "ppo_mujoco_64": replace(
         ON_WORLDS,
-        theirs=PPO.theirs | {"n_steps": 64, "batch_size": 256, "n_epochs": 4},
-        steps=14 * 4096,
-        steady_after=3 * 4096,
+        theirs=PPO.theirs | {"n_steps": 128, "batch_size": 512, "n_epochs": 4},
+        steps=14 * 8192,
+        steady_after=3 * 8192,
         num_envs=64,
     ),
     "ppo_atari": ATARI,

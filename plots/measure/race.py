@@ -18,15 +18,15 @@ call goes on from there.
                     them for these tasks' v3: commit 00128b5 of DLR-RM/rl-baselines3-zoo,
                     hyperparams/{ppo,sac}.yml
     SBX             (JAX) TQC and CrossQ with the library's defaults
-    CleanRL         not run: a dotted line, the return of its SAC after 1 M steps of the v4 task as
-                    it publishes it (docs.cleanrl.dev); such a run takes hours
+    CleanRL         not run: a dotted line, the return of its SAC in training after 1 M steps of the
+                    v4 task as it publishes it (docs.cleanrl.dev); such a run takes hours
 
     processor       its vector instructions: those with AVX512 are faster
     after N min     return: mean of the seeds, and range. An entrant that has made its steps stays,
                     in the figure from a dot on. Where an entrant has no run of --minutes, its
                     longest shorter ones are told of
     minutes to      until the first evaluation at the level: mean of the seeds that reach it, and
-                    how many of them do
+                    how many of them do; or how long it was raced
 
 Written to --out: race.md, race.json, race.png and .svg, and logs/. Exit status 1 if a run failed.
 """
@@ -49,7 +49,7 @@ LEVELS = {  # of return, that tell a robot that has learned its task from one th
     "Ant-v5": 3500,
 }
 CLEANRL = {"HalfCheetah-v5": 9635, "Walker2d-v5": 3591, "Humanoid-v5": 4996, "Hopper-v5": 2310}
-PUBLISHED = "CleanRL's SAC, as published, after 1 M steps"
+PUBLISHED = "CleanRL's SAC (published; in training, 1 M steps)"
 RACED = ("HalfCheetah-v5", "Walker2d-v5", "Humanoid-v5")
 OURS = {  # entrant -> script
     "PPO on worlds": "ppo_mujoco_gpu",
@@ -240,7 +240,7 @@ def summarize(runs: list[dict], minutes: int) -> list[dict]:
             row = {"task": task, "level": LEVELS[task], "entrant": entrant, "seeds": len(mine)}
             vectors = {run["machine"]["cpu"]["vectors"] for run in mine}
             row["processor"] = ", ".join(sorted(vectors, reverse=True))
-            row["minutes"] = max(run["minutes"] for run in mine)
+            row["minutes"] = max(run["evaluations"][-1][0] for run in mine)  # its steps may end
             for moment in dict.fromkeys([5, 10, 30, minutes]):
                 if moment <= minutes:
                     whole = [run for run in mine if run["minutes"] >= moment]
@@ -265,7 +265,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
             line.append(run_dirs.with_range(found) if found else "-")
         level = f"{row['level']:,}"
         reached = row["reached"]
-        told = f"{level}: not in {row['minutes']}"
+        told = f"{level}: not in {row['minutes']:.0f}"
         if reached:
             told = f"{level}: {statistics.fmean(reached):.1f}"
             if len(reached) < row["seeds"]:
