@@ -412,6 +412,8 @@ def install(backend: str | None = None) -> None:
     frames._compile = partial(trace, frames._compile)
 
     torch.utils._triton.has_triton = lambda: False  # it would ask a GPU what it can do
+    # builds for CUDA would ask the driver whether a graph is being captured
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda optimizer: None
     cuda = torch.cuda
     for names, value in (
         ("is_available is_initialized", True),
