@@ -84,7 +84,8 @@ make_venv() {
         base=$(find_python)
         "$base" -c 'import ensurepip' 2>/dev/null ||
             die "$base cannot make an environment (Debian, Ubuntu: apt install python3-venv)"
-        [[ $PWD != *" "* ]] || say "a space in $PWD: torch.compile cannot build there"
+        [[ $PWD${TMPDIR:-} != *" "* ]] ||
+            say "a space in $PWD or in TMPDIR: torch.compile cannot build there"
         say "making $folder with $("$base" --version)"
         "$base" -m venv --clear "$folder" || die "could not make $folder; the reason is above"
     fi

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if "gpu" not in (config.option.markexpr or ""):
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr or ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # others compare with the CPU; -m gpu runs those
     # an agent that is collected during another one's capture would end it; see torch.cuda.graph
     torch.compiler.config.force_cudagraph_gc = True

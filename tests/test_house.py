@@ -137,14 +137,15 @@ def test_worth_is_measured_within_a_round():
 def test_one_run_of_a_round_goes_on_at_a_time(monkeypatch, tmp_path):
     """Stand-ins for the runs say when they were awake, every 10 ms, and fail."""
     stand_in = tmp_path / "python"
-    stand_in.write_text(
-        f"#!{sys.executable}\n"
+    code = tmp_path / "code.py"
+    code.write_text(
         "from time import monotonic, process_time\n"
         "while (seconds := process_time()) < 1.2:\n"
         "    while process_time() < seconds + 0.01: pass\n"
         "    print(monotonic())\n"
         "raise SystemExit(3)\n"
     )
+    stand_in.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{code}"\n')
     stand_in.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stand_in))
     monkeypatch.setattr(ablation, "SLICE", 0.5)

@@ -415,7 +415,7 @@ def test_a_closed_pipe_is_no_traceback():
     """More than a pipe holds, and as little as Python flushes only at its end."""
     for length in (10**6, 10):
         code = f"import processes, run_dirs; run_dirs.start(lambda: print('x' * {length}))"
-        command = f'{sys.executable} -c "{code}" | true; echo ${{PIPESTATUS[0]}}'
+        command = f'"{sys.executable}" -c "{code}" | true; echo ${{PIPESTATUS[0]}}'
         folder = ROOT / "plots/measure"
         done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
         assert (done.stdout, done.stderr) == ("1\n", "")
