@@ -4,8 +4,8 @@
     python plots/measure/physics.py                      minutes; files in plots/out/
 
 Gymnasium's tasks with random actions, by one core and by all. The arms of a row take turns, a block
-of steps each, and ratios are of blocks that follow one another, so that the drift of a shared
-machine hits all alike. An arm begins all its episodes anew before each block.
+of 64 steps of all worlds each, and ratios are of blocks that follow one another, so that the drift
+of a shared machine hits all alike. An arm begins all its episodes anew before each block.
 
     physics         MuJoCoEnvs without judging: actions in, fields of MjData out; a robot that has
                     fallen lies there until the next block
@@ -36,7 +36,7 @@ WORLDS = {  # per task, the numbers of worlds that are measured
     "Ant-v5": (64,),
     "Humanoid-v5": (64,),
 }
-BLOCK = 4_000  # steps of a block, over all worlds
+BLOCK = 64  # steps of a block: a robot that has fallen takes longer, so as many for all
 
 
 def make_ours(env_id: str, num_worlds: int):
@@ -60,9 +60,8 @@ def make_envpool(env_id: str, num_worlds: int, threads: int):
 
 def measure_row(arms: dict, num_worlds: int, space, blocks: int) -> dict:
     """Steps/s of each block, {arm: [...]}; the first block, which compiles, does not count."""
-    steps = max(BLOCK // num_worlds, 4)
     generator = np.random.default_rng(1)
-    shape = steps, num_worlds, *space.shape
+    shape = BLOCK, num_worlds, *space.shape
     speeds = {name: [] for name in arms}
     for block in range(blocks + 1):
         drawn = generator.uniform(space.low, space.high, shape)
@@ -74,7 +73,7 @@ def measure_row(arms: dict, num_worlds: int, space, blocks: int) -> dict:
                 step(action)
             seconds = time.perf_counter() - start
             if block > 0:
-                speeds[name].append(steps * num_worlds / seconds)
+                speeds[name].append(BLOCK * num_worlds / seconds)
     return speeds
 
 
