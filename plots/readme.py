@@ -230,7 +230,7 @@ def field() -> str:
     said += "against CleanRL's file. SAC and TD3 on AVX2, Atari and PQN are of former "
     said += "scripts, whose threads slept while they waited, unless the line says awake. Only our "
     said += "PPO normalizes what it sees. Against one environment PPO on worlds makes a twentieth "
-    said += "of the updates per step: each has its defaults. Against 64 it makes half as many, and "
+    said += "of the updates per step: each has its defaults. Against 64 it makes as many, but "
     said += "Stable-Baselines3 steps them one after the other, ours are on both cores."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
@@ -375,9 +375,8 @@ def race() -> str:
     said = f"Returns: means of {' or '.join(map(str, seeds))} seeds; minutes to a level: to the "
     said += "first evaluation there, one in every minute or two; steps: of all worlds. Our PPO's "
     said += "steps are used up long before: its line is flat after the dot. Speed depends "
-    said += "on the processor and the day: our PPO, SAC and TD3 and zoo's PPO ran mostly on a fast "
-    said += "day with AVX512, zoo's SAC and SBX TQC only on HalfCheetah: on the two other robots "
-    said += "they are understated. "
+    said += "on the processor and the day. With AVX2, which is slower, ran the second seeds of "
+    said += "worlds, one of SAC on Humanoid, and there the second ones of zoo's SAC and SBX TQC. "
     said += f"On {machine} (`race_cpu.md`, with ranges)."
     return f"{title}\n\n{as_markdown(table, labels=2)}\n\n{said}\n"
 
@@ -473,7 +472,7 @@ def devices() -> str:
     steps = rounds[0]["variant"]["config"]["args"]["total_timesteps"]
     said = f"HalfCheetah-v5, {steps:,} steps, {len(rounds)} rounds on "
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
-    said += "10 episodes' mean return, of which two seeds say little (`devices_continuous_cpu.md`, "
+    said += "10 episodes' mean return, of which few seeds say little (`devices_continuous_cpu.md`, "
     said += "`python plots/measure/devices.py`)."
     return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
 
