@@ -255,8 +255,8 @@ def physics() -> str:
                 line.append(short(row["steps_per_second"][arm]["median"]))
             line.append(f"{row['of_envpool']:.2f}x")
         table.append(line)
-    said = "Environment steps/s, in blocks of 4,000 from the start of episodes: of 1,024 worlds "
-    said += f"the first 4 steps, on {where(found['machine'])} (`physics_cpu.md`)."
+    said = "Environment steps/s in blocks of 64 steps of all worlds, from the start of episodes, "
+    said += f"on {where(found['machine'])} (`physics_cpu.md`)."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
