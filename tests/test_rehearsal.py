@@ -448,8 +448,8 @@ class Nvrtc:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)], ids=str)
-@pytest.mark.parametrize("work", [1, 64])
-def test_the_kernel_compiles_for_gpus_that_are_not_here(work, capability, monkeypatch):
+@pytest.mark.parametrize("substeps", [1, 64])
+def test_the_kernel_compiles_for_gpus_that_are_not_here(substeps, capability, monkeypatch):
     """By torch's own way to NVRTC, without a CUDA toolkit, and all variables fit in registers."""
     import env_kernel  # found by way of conftest.py, which the rehearsal has not loaded yet
 
@@ -461,7 +461,7 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here(work, capability, monkey
     monkeypatch.setattr(utils, "_get_gpu_rtc_library", lambda: nvrtc)
     monkeypatch.setattr(utils, "_get_gpu_rtc_compatible_flags", lambda: ["--ptxas-options=-v"])
     monkeypatch.setattr(utils, "_cuda_load_module", lambda *x: loaded.append(x) or {"step": None})
-    env_kernel.compile_for_gpu(f"\n#define WORK {work}{env_kernel.SOURCE}")
+    env_kernel.compile_for_gpu(f"#define SUBSTEPS {substeps}\n{env_kernel.SOURCE}")
     ((cubin, names),) = loaded
     assert cubin.startswith(b"\x7fELF") and names == ["step"]
     assert "0 bytes spill stores, 0 bytes spill loads" in nvrtc.log
