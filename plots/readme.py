@@ -21,7 +21,6 @@ from run_dirs import ROOT, as_markdown, in_units, processor, short, shown, with_
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "not measured"
-LEVEL = 8000  # of HalfCheetah-v5's return: it runs
 CLEANRL = "CleanRL {}, training, 1 M"  # docs.cleanrl.dev
 LEARNED = [  # algorithm, records, what others have published
     ("SAC", ["sac_halfcheetah_300k"], CLEANRL.format("9,635 +- 1,424")),
@@ -110,10 +109,13 @@ def speedup() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
-def worlds_on_gpu(level: int) -> tuple[dict, float]:
-    """The run of PPO on HalfCheetahs on a GPU, and the seconds until it returned as much."""
+def worlds_on_gpu() -> tuple[dict, int, float]:
+    """The run of PPO on HalfCheetahs on a GPU, and the seconds until it was at the race's level."""
+    rows = record("race_cpu")["rows"]
+    level = next(row["level"] for row in rows if row["task"] == "HalfCheetah-v5")
     (run,) = record("ppo_mujoco_halfcheetah_h200")["runs"]
-    return run, next(seconds for _, value, seconds in run["episodic_returns"] if value >= level)
+    seconds = next(seconds for _, value, seconds in run["episodic_returns"] if value >= level)
+    return run, level, seconds
 
 
 def gpu() -> str:
@@ -151,25 +153,24 @@ def gpu() -> str:
         for row in ("baseline", captured):
             cells.append(busy.get((script, row), unknown))
         table.append([f"`{script}`", *cells])
-    worlds, arrived = worlds_on_gpu(LEVEL)
+    worlds, level, arrived = worlds_on_gpu()
     (peer,) = record("leanrl_h200")["rows"]
     steps, seconds = np.ptp(peer["points"], axis=0)
     before = former["sac_continuous_action", captured]["sps_steady"]["mean"]
     ours = former["td3_continuous_action", captured]["sps_steady"]["mean"]
     said = f"""Environment steps/s after the warm-up, one run each with a window of
     {min(windows.values()):.0f} to {max(windows.values()):.0f} s, on {where(found["machine"])}
-    (`speedup_h200.md`).
-    Earlier: by former scripts, PPO's baseline while files were unpacked on other cores
-    (`speedup_earlier_h200.md`); Atari's busy time is of then, too. Captured SAC made
+    (`speedup_h200.md`). Earlier: by former scripts, PPO's baseline while files were unpacked
+    on other cores (`speedup_earlier_h200.md`); Atari's busy time is of then, too. Captured SAC made
     {short(before)} then; why it made less now was not examined. The warm-up is of the captured run,
     with an empty cache but for worlds. Busy: NVML, every second. {unknown}: not measured, or by
     fewer than three samples. Worlds are 4,096 of mujoco_warp, on a second H200, SAC's with
     `--utd-ratio 0.001 --batch-size 8192`, its baseline ended after a window of
-    {windows["sac_mujoco_gpu", "baseline"]:.1f} s. PPO returned {LEVEL:,} in training
-    {arrived:.0f} s after its start and
-    {short(worlds["mean_return_last_10"])} after {in_units(worlds["episodic_returns"][-1][0])} steps
-    and {worlds["stages"]["wall_seconds"]:.0f} s, imports not counted, kernels and compiled code
-    cached (`ppo_mujoco_halfcheetah_h200.json`). Meta's LeanRL, on the earlier day: its TD3 made
+    {windows["sac_mujoco_gpu", "baseline"]:.1f} s. PPO returned {level:,} in training
+    {arrived:.0f} s after its start and {short(worlds["mean_return_last_10"])} after
+    {in_units(worlds["episodic_returns"][-1][0])} steps and
+    {worlds["stages"]["wall_seconds"]:.0f} s, imports not counted, kernels and compiled code cached
+    (`ppo_mujoco_halfcheetah_h200.json`). Meta's LeanRL, on the earlier day: its TD3 made
     {short(steps / seconds)} on HalfCheetah-v4, ours {short(ours)} on v5; with NumPy 2.5 and
     tensordict 0.6.2 its SAC ended in an error, and its PPO had logged nothing after 150 s
     (`leanrl_h200.json`)."""
@@ -198,11 +199,7 @@ def against_others(title: str, found: dict, compiled: str) -> list[str]:
     if other == "CleanRL":
         line[2] += " (CleanRL)"
     for library in (other, "SBX"):
-        ratios = []
-        for turn in found["rounds"]:
-            if library in turn:
-                ratios.append(turn[compiled]["sps_steady"] / turn[library]["sps_steady"])
-        line.append(ratio_with_range(ratios) if ratios else "-")
+        line.append(times_as_fast(found["rounds"], compiled, library))
     return [*line, str(len(found["rounds"]))]
 
 
@@ -235,7 +232,14 @@ def field() -> str:
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
-def ratio_with_range(ratios: list[float]) -> str:
+def times_as_fast(rounds: list[dict], name: str, other: str) -> str:
+    """How many times the other's steps/s of the same round: median and range, or a dash."""
+    ratios = []
+    for turn in rounds:
+        if other in turn:
+            ratios.append(turn[name]["sps_steady"] / turn[other]["sps_steady"])
+    if not ratios:
+        return "-"
     return f"**{statistics.median(ratios):.2f}x** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
@@ -329,6 +333,9 @@ def race() -> str:
     found = record("race_cpu")
     rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
     levels = {row["task"]: row["level"] for row in found["rows"]}
+    arrivals = {}  # the last cell without the level: "8,000: 3.0"
+    for task, entrant, *_, last in found["table"]:
+        arrivals[task, entrant] = last.partition(": ")[2]
     columns = [name for name in found["rows"][0] if name.startswith("after")]
     minutes = [re.sub(r"\D", "", column) for column in columns]
     heading = ["entrant", "processor", "steps of a run"]
@@ -353,12 +360,7 @@ def race() -> str:
                 continue
             means = [row[column]["mean"] if row[column] else None for column in columns]
             line.append(" / ".join("-" if mean is None else short(mean) for mean in means))
-            arrivals = row["reached"]
-            never = f"not in {row['minutes']:.0f}"
-            arrived = f"{statistics.fmean(arrivals):.1f}" if arrivals else never
-            if 0 < len(arrivals) < row["seeds"]:
-                arrived += f" ({len(arrivals)} of {row['seeds']})"
-            line.append(arrived)
+            line.append(arrivals[task, entrant])
         table.append(line)
     vectors = dict.fromkeys(run["machine"]["cpu"]["vectors"] for run in found["runs"])
     last = found["runs"][-1]["machine"]
@@ -371,7 +373,7 @@ def race() -> str:
     if not any(row["reached"] for row in theirs):
         title += f"; Stable-Baselines3's PPO and SAC and SBX's TQC do not in {minutes[-1]}"
     title += ". Compilation counts, evaluations do not. "
-    _, arrived = worlds_on_gpu(first["level"])
+    _, _, arrived = worlds_on_gpu()
     title += "[On an H200](#speed), with everything compiled before and imports not counted, one "
     title += f"run on 4,096 worlds returned as much in training after {arrived:.0f} seconds."
     said = f"Returns: means of {' or '.join(map(str, seeds))} seeds; minutes to a level: to the "
@@ -459,18 +461,16 @@ def devices() -> str:
         "variant (asynchronous)": "at the same time, variant",
         "variant (two processes, in turns)": "in turns, variant, in two processes (`--sync`)",
     }
+    rounds = found["rounds"]
     for row in found["rows"]:
         line = [names[row["row"]], with_range(row["sps_steady"], "median")]
         reference = row["row"].partition(" (")[0]
-        ratios = []
-        for turn in found["rounds"]:
-            ratios.append(turn[row["row"]]["sps_steady"] / turn[reference]["sps_steady"])
-        line.append("1.00x" if row["row"] == reference else ratio_with_range(ratios))
+        in_turns = row["row"] == reference
+        line.append("1.00x" if in_turns else times_as_fast(rounds, row["row"], reference))
         line.append(with_range(row["return"]))
         for waits in (row["learner_waits"], row["collector_waits"]):
             line.append(f"{100 * waits['median']:.0f}%" if waits else "-")
         table.append(line)
-    rounds = found["rounds"]
     steps = rounds[0]["variant"]["config"]["args"]["total_timesteps"]
     said = f"HalfCheetah-v5, {steps:,} steps, {len(rounds)} rounds on "
     said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
