@@ -12,31 +12,30 @@ rollouts pay for compilation, which is reported as warm-up: less with a warm cac
 """
 
 # speed: CudaGraphModule captures a function as a CUDA graph
+import argparse
+import atexit
+import copy
 import json
 import math
 import os
+import random
 import re
 import signal
 import sys
-import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 # speed: tensordict would log two lines for each graph that it captures, amid the progress
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
 import envpool
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,6 @@ import tqdm
 import tyro
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -54,16 +52,18 @@ class Args:
     seed: int = 1  # seed of the environments and of every random generator
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
     cuda: bool = True  # train on CUDA where there is a device
+    torch_threads: int = 1  # of a CPU; more pay only while nothing else wants the cores
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 products
     track: bool = False  # also send the run to Weights & Biases
     wandb_project_name: str = "leanRL"  # the wandb project
     wandb_entity: str | None = None  # the wandb team
     capture_video: bool = False  # film an episode of each evaluation; there is one at the end
-    save_model: bool = False  # write checkpoint.pt at the end of the run, unless it is interrupted
+    save_model: bool = False  # write checkpoint.pt at the end of the run, also if it is interrupted
     checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
     resume: str | None = None  # go on with this run directory; flags that are not given stay
     eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
     eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
-    stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
+    stopwatch: Literal["time", "trace"] = "time"  # time stages, or also write a trace
 
     # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
     # once all that it has recorded; any combination of the flags works, none too
@@ -90,6 +90,15 @@ class Args:
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
     target_kl: float | None = None  # stop after an epoch whose last minibatch's KL exceeds it
 
+    def __post_init__(self):
+        batch_size = self.num_envs * self.num_steps
+        if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
+            raise ValueError(f"--num-minibatches: {batch_size:,} steps, two or more in each")
+        if self.total_timesteps < batch_size:
+            raise ValueError(f"--total-timesteps: a rollout has {batch_size:,} steps")
+        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
+            raise ValueError("--gamma and --gae-lambda lie between 0 and 1")
+
 
 STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 OBS_SHAPE = (4, 84, 84)  # frames, height, width
@@ -108,10 +117,9 @@ class AtariEnvs:
     def __init__(self, env_id: str, num_envs: int, seed: int, **options):
         known = envpool.registration.registry.specs  # {id: (module, class, options)}
         if "envpool.atari" not in known.get(env_id, ()):
-            raise SystemExit(f"--env-id: EnvPool has no Atari game {env_id}; Breakout-v5 is one")
+            raise ValueError(f"--env-id: EnvPool has no Atari game {env_id}; Breakout-v5 is one")
         seed %= 2**31  # EnvPool's limit
-        with one_line("--num-envs", MemoryError):
-            self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, seed=seed, **options)
+        self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, seed=seed, **options)
         self.returns = np.zeros(num_envs)
         self.lengths = np.zeros(num_envs, dtype=int)
 
@@ -212,13 +220,13 @@ class Rollout:
         self.actions = torch.zeros(shape, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(shape, device=device)
         self.values = torch.zeros(shape, device=device)
+        # speed: for a GPU: the CPU writes the rest into its own memory, copied once per rollout
+        device = "cpu"
         self.rewards = torch.zeros(shape, device=device)
         # the last step of an episode has 1 in `ended` and, if it was truncated, in `final_values`
         # the value of the final observation; all others have 0
         self.ended = torch.zeros(shape, device=device)
         self.final_values = torch.zeros(shape, device=device)
-        # speed: for a GPU: the CPU writes into its own memory, which is copied once per rollout
-        self.host = {name: torch.zeros(shape) for name in ("rewards", "ended", "final_values")}
 
 
 # speed: for a GPU: from pinned memory it copies while the CPU goes on
@@ -232,6 +240,24 @@ def upload(values: Tensor, target: Tensor) -> None:
 # Losses
 
 
+# speed: the recurrence of compute_gae by doubling, for its last line
+def reverse_scan(x: Tensor, weights: Tensor) -> Tensor:
+    """y[t] = x[t] + weights[t] y[t + 1] for every t, by doubling -> y (T, N); x, weights (T, N).
+
+    Hillis and Steele, "Data Parallel Algorithms", 1986: each sum begins as one step long, and each
+    pass adds to it the sum that begins where it ends.
+    """
+    distance = 1
+    while distance < len(x):
+        begin = x[:-distance]
+        end = x[-distance:]
+        more = weights[: len(begin)] * x[distance:]
+        x = torch.cat([begin + more, end])
+        weights = weights[:-distance] * weights[distance:]
+        distance *= 2
+    return x
+
+
 def compute_gae(
     rewards: Tensor, values: Tensor, next_values: Tensor, ended: Tensor, gamma: float, lam: float
 ) -> Tensor:
@@ -242,18 +268,8 @@ def compute_gae(
     """
     deltas = rewards + gamma * next_values - values
     weights = gamma * lam * (1 - ended)
-    # speed: log2(T) vector operations instead of T: every sum begins with its own step's delta, and
-    # each pass adds to it the sum that begins where it ends, so that it covers twice as many steps
-    advantages = deltas
-    distance = 1
-    while distance < len(advantages):
-        begin = advantages[:-distance]
-        end = advantages[-distance:]
-        more = weights[: len(begin)] * advantages[distance:]
-        advantages = torch.cat([begin + more, end])
-        weights = weights[:-distance] * weights[distance:]
-        distance *= 2
-    return advantages
+    # speed: log2(T) vector operations instead of T
+    return reverse_scan(deltas, weights)
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
@@ -277,6 +293,11 @@ def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     return 0.5 * errors.mean()
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """How much of the variance of the returns (B,) the values (B,) explain: 1 is all -> ()."""
+    return 1 - (returns - values).var() / returns.var().clamp(min=1e-12)
+
+
 def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}."""
     log_policy, values = model(batch.obs)
@@ -285,20 +306,18 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    # speed: a tensor: of a number that is annealed, a compiled clamp would keep the second value
-    clip_coef = advantages.new_ones(()) * args.clip_coef
-    of_policy = policy_loss(log_ratios, advantages, clip_coef)
-    value_clip = clip_coef if args.clip_vloss else None
-    of_value = value_loss(values, batch, value_clip)
+    pg_loss = policy_loss(log_ratios, advantages, args.clip_coef)
+    value_clip = args.clip_coef if args.clip_vloss else None
+    v_loss = value_loss(values, batch, value_clip)
     entropies = -(log_policy.exp() * log_policy).sum(dim=1)
     entropy = entropies.mean()
-    loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     with torch.no_grad():
         ratios = log_ratios.exp()
         clipped = (ratios - 1).abs() > args.clip_coef
         metrics = {
-            "losses/policy_loss": of_policy.detach(),
-            "losses/value_loss": of_value.detach(),
+            "losses/policy_loss": pg_loss.detach(),
+            "losses/value_loss": v_loss.detach(),
             "losses/entropy": entropy.detach(),
             "losses/old_approx_kl": -log_ratios.mean(),
             "losses/approx_kl": (ratios - 1 - log_ratios).mean(),  # joschu.net/blog/kl-approx.html
@@ -380,6 +399,9 @@ class PPO(nn.Module):
 
     def prepare(self, rollout: Rollout, last_values: Tensor) -> Batch:
         """A rollout and the values of what follows it (N,) -> B = T N steps to learn from."""
+        # speed: for a GPU: one copy each of what the CPU has written, instead of one per step
+        columns = {name: column.to(last_values.device) for name, column in vars(rollout).items()}
+        rollout = SimpleNamespace(**columns)
         next_values = torch.cat([rollout.values[1:], last_values[None]])
         next_values = torch.where(rollout.ended.bool(), rollout.final_values, next_values)
         advantages = compute_gae(
@@ -417,21 +439,17 @@ class PPO(nn.Module):
         """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
         rows = [self.update(batch, index) for index in indices]
-        return default_collate(rows)
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 # speed: acting and an update, optimizer included, become one compiled call each. Advantages, once a
 # rollout, would take seconds to compile and gain nothing that one could measure
 def compile_agent(agent: PPO) -> None:
-    """Each method is compiled when it is first called. The settings hold for the whole process.
-
-    `main` flushes denormal numbers to zero: averages of units that are never active decay to such
-    numbers, with which a CPU is ten times slower.
-    """
+    """Each method is compiled when it is first called. The settings hold for the whole process."""
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
-    torch._inductor.config.reorder_for_locality = False  # True moves reads past writes (torch 2.11)
-    torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs (torch 2.11)
-    torch._inductor.config.cpp.vec_isa_ok = True  # to try the CPU's vectors first takes 4 seconds
+    if torch.__version__.startswith("2.11"):
+        torch._inductor.config.reorder_for_locality = False  # True moves reads past writes
+        torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs
     for name in ("act", "update"):
         method = getattr(agent, name)
         setattr(agent, name, torch.compile(method, fullgraph=True))
@@ -459,135 +477,110 @@ def capture_agent(agent: PPO) -> None:
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
-    if args.capture_video and not find_spec("moviepy"):
-        raise SystemExit("--capture-video: pip install -r requirements/video.txt")
-    on_gpu = args.cuda and torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        steps = f"{batch_size:,} steps"
-        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
-    warmup_steps = STEADY_AFTER * batch_size
-    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.torch_threads)
+    torch.set_flush_denormal(True)  # Adam's averages decay to numbers that are ten times slower
+    torch.set_float32_matmul_precision(args.matmul_precision)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    batch_size = args.num_envs * args.num_steps
+    steady_after = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, steady_after, trace_after=3, trace_iterations=1)
     # speed: a processor that emulates bfloat16 is many times slower than in float32
-    if args.bf16 and not on_gpu:
+    if args.bf16 and device.type == "cpu":
         cpu = torch.cpu.get_capabilities()
         on_arm = cpu.get("bf16", False) and torch.backends.mkldnn.is_available()
         args.bf16 = cpu.get("avx512_bf16", False) or on_arm
         if not args.bf16:
             print("--bf16: this processor would emulate it, so it has no effect", file=sys.stderr)
-    # speed: as compile_agent says. Threads inherit it when they start, so it comes before OpenMP's
-    torch.set_flush_denormal(args.compile)
-
     seed = args.seed + run.start_step
-    envs = AtariEnvs(
-        args.env_id,
-        args.num_envs,
-        seed,
-        episodic_life=True,  # the loss of a life ends an episode
-        reward_clip=True,  # to its sign
-    )
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+    envs = AtariEnvs(args.env_id, args.num_envs, seed, episodic_life=True, reward_clip=True)
     num_actions = int(envs.pool.action_space.n)
     agent = PPO(args, num_actions, device)
-    with one_line("--num-steps"):
-        rollout = Rollout(args.num_steps, args.num_envs, device)
-    if run.checkpoint:
+    rollout = Rollout(args.num_steps, args.num_envs, device)
+    if args.resume:
         run.restore(agent)
-    obs, _ = envs.pool.reset()
+
     # speed: methods are replaced before the loop, which remains the baseline's
     if args.compile:
         compile_agent(agent)
-    if args.cudagraphs and on_gpu:
+    if args.cudagraphs and device.type == "cuda":
         capture_agent(agent)
     elif args.cudagraphs:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
-    with run:
-        while run.step < run.total_steps:
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - run.step / run.total_steps
-            # speed: in place, where compiled code and graphs read it
-            agent.optimizer.lr.fill_(learning_rate)
+    obs, _ = envs.pool.reset()
+    run.open()
+    while not run.ending:
+        learning_rate = args.learning_rate
+        if args.anneal_lr:
+            learning_rate *= 1 - run.step / run.total_steps
+        # speed: in place, where compiled code and graphs read it
+        agent.optimizer.lr.fill_(learning_rate)
 
-            # 1. Roll out: T steps with the policy as it is.
-            shape = args.num_steps, args.num_envs, num_actions
-            noise = torch.empty(shape, device=device).exponential_()
-            # speed: into the CPU's memory, which is copied below
-            rollout.host["final_values"].zero_()
-            for t in range(args.num_steps):
-                with run.stage("inference"):
-                    # speed: a copy for which the CPU does not wait
-                    upload(torch.from_numpy(obs), rollout.obs[t])
-                    sample, log_probs, values = agent.act(rollout.obs[t], noise[t])
-                    actions = sample.cpu().numpy()
-                with run.stage("simulation"):
-                    obs, rewards, terminated, truncated, infos = envs.step(actions)
-                with run.stage("replay"):
-                    ended = terminated | truncated
-                    rollout.actions[t] = sample
-                    rollout.log_probs[t] = log_probs
-                    rollout.values[t] = values
-                    # speed: into the CPU's memory, which is copied below
-                    rollout.host["rewards"][t] = torch.from_numpy(rewards)
-                    rollout.host["ended"][t] = torch.from_numpy(ended)
-                run.step += args.num_envs
-                # Where an episode ended, obs is already the next episode's first.
-                for i in np.flatnonzero(truncated):
-                    with run.stage("inference"):
-                        final_obs = torch.from_numpy(infos["final_obs"][[i]])
-                        final_value = agent.value(final_obs.to(device))
-                        # speed: into the CPU's memory, which is copied below
-                        rollout.host["final_values"][t, i] = final_value
-                with run.stage("logging"):
-                    for score, length in infos["games"]:
-                        run.write(
-                            {
-                                "charts/episodic_return": score,
-                                "charts/episodic_length": length,
-                            }
-                        )
+        # 1. Roll out: T steps with the policy as it is.
+        shape = args.num_steps, args.num_envs, num_actions
+        noise = torch.empty(shape, device=device).exponential_()
+        rollout.final_values.zero_()
+        for t in range(args.num_steps):
+            run.stage("inference")
+            # speed: a copy for which the CPU does not wait
+            upload(torch.as_tensor(obs), rollout.obs[t])
+            sample, log_probs, values = agent.act(rollout.obs[t], noise[t])
+            actions = sample.cpu().numpy()
+            run.stage("simulation")
+            obs, rewards, terminated, truncated, infos = envs.step(actions)
 
-            # 2. Learn from it in several epochs.
-            with run.stage("backpropagation"):
-                # speed: one copy each, instead of one per step
-                for name, values in rollout.host.items():
-                    upload(values, getattr(rollout, name))
-                inputs = torch.from_numpy(obs).to(device)
-                batch = agent.prepare(rollout, agent.value(inputs))
-                clipfracs = []
-                for _ in range(args.update_epochs):
-                    order = torch.randperm(batch_size, device=device)
-                    metrics = agent.learn(batch, order)
-                    clipfracs.append(metrics["losses/clipfrac"])
-                    approx_kl = metrics["losses/approx_kl"][-1]
-                    if args.target_kl is not None and approx_kl > args.target_kl:
-                        break
+            run.stage("replay")
+            ended = terminated | truncated
+            rollout.actions[t] = sample
+            rollout.log_probs[t] = log_probs
+            rollout.values[t] = values
+            rollout.rewards[t] = torch.as_tensor(rewards)
+            rollout.ended[t] = torch.as_tensor(ended)
+            run.step += args.num_envs
+            # Where an episode ended, obs is already the next episode's first.
+            for i in np.flatnonzero(truncated):
+                run.stage("inference")
+                final_obs = torch.as_tensor(infos["final_obs"][[i]], device=device)
+                rollout.final_values[t, i] = agent.value(final_obs)
+            for score, length in infos["games"]:
+                run.stage("logging")
+                run.write({"charts/episodic_return": score, "charts/episodic_length": length})
 
-            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
-            # A reward that is not finite shows in the losses.
-            row = {tag: values[-1] for tag, values in metrics.items()}
-            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
-            unexplained = (batch.returns - batch.values).var()
-            unexplained /= batch.returns.var().clamp(min=1e-12)
-            row["losses/explained_variance"] = 1 - unexplained
-            row["charts/learning_rate"] = learning_rate
-            run.log(row)
+        # 2. Learn from it in several epochs.
+        run.stage("backpropagation")
+        last_values = agent.value(torch.as_tensor(obs, device=device))
+        batch = agent.prepare(rollout, last_values)
+        clipfracs = []
+        for _ in range(args.update_epochs):
+            order = torch.randperm(batch_size, device=device)
+            metrics = agent.learn(batch, order)
+            clipfracs.append(metrics["losses/clipfrac"])
+            if args.target_kl is not None and metrics["losses/approx_kl"][-1] > args.target_kl:
+                break
+        run.tick()
 
-            # 4. Save and evaluate, now and then and at the end.
-            if run.due(args.checkpoint_every, at_end=args.save_model):
-                with run.stage("checkpoint"):
-                    run.save(agent)
-            if run.due(args.eval_every, at_end=args.capture_video):
-                with run.stage("evaluation"):
-                    video = run.dir / f"videos/step-{run.step}"
-                    eval_return = evaluate(agent, args, video)
-                    run.write({"charts/eval_return": eval_return})
-                    line = f"evaluation at {run.step:,}: {eval_return:,.1f}"
-                    run.bar.write(line, file=sys.stderr)
-            run.tick()
+        # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
+        row = {tag: values[-1] for tag, values in metrics.items()}
+        row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+        row["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
+        row["charts/learning_rate"] = learning_rate
+        run.log(row)
+
+        # 4. Save and evaluate, now and then and at the end.
+        if run.due(args.checkpoint_every, at_end=args.save_model):
+            run.stage("checkpoint")
+            run.save(agent)
+        if run.due(args.eval_every, at_end=args.capture_video) and not run.stopped:
+            run.stage("evaluation")
+            eval_return = evaluate(agent, args, run.dir / f"videos/step-{run.step}")
+            run.write({"charts/eval_return": eval_return})
+            run.bar.write(f"evaluation at {run.step:,}: {eval_return:,.5g}", file=sys.stderr)
+    run.close()
     return run.dir
 
 
@@ -630,200 +623,123 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
 
 
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-RANGES = {  # flags -> the least and the most
-    "num_envs num_steps batch_size": (1, 1e7),
-    """total_timesteps num_minibatches update_epochs eval_episodes buffer_size learning_starts
-    policy_frequency target_network_frequency""": (1, 1e12),
-    "utd_ratio clip_coef max_grad_norm target_kl alpha exploration_fraction": (1e-12, 1e12),
-    "gamma gae_lambda q_lambda start_e end_e tau": (0, 1),
-    "randomize": (0, 0.9),
-    """seed checkpoint_every eval_every learning_rate policy_lr q_lr ent_coef vf_coef max_staleness
-    exploration_noise policy_noise noise_clip desired_kl""": (0, 1e12),
-}
+class Stopwatch:
+    """Seconds per stage and steady steps/s; on a GPU also its seconds per stage, sampled."""
 
-
-class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode = mode
+    def __init__(self, device, warmup_steps=0, trace=False, trace_after=500, trace_iterations=20):
         self.on_gpu = device.type == "cuda"
         self.warmup_steps = warmup_steps
-        self.trace_after = trace_after
+        self.trace_after = trace_after if trace else 0  # iterations of the window
         self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
-        self.warmup_seconds = self.profiler = self.untraced = None
-        self.born = perf_counter()
-        self.env_steps = 0
+        self.warmup_seconds = self.profiler = self.sampling = None
+        self.annotation = nullcontext()  # the profiler's, of the current stage
+        self.current = "untracked"
+        self.steps = 0
+        self.born = self.last = perf_counter()
         self.begin_window()
 
-    def begin_window(self):  # at construction and after the warm-up
+    def begin_window(self):
+        self.start = self.last
+        self.first_step = self.steps
         self.seconds = Counter()
-        self.open = ["untracked"]
-        self.ranges = []  # of the profiler, one per open stage
-        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
-        self.sampled = False
-        self.nvml = []
-        self.first_step = self.env_steps
-        self.iterations = 0
-        self.start = self.since = perf_counter()
-        self.cpu = [(self.since - self.born, time.process_time())]
+        self.gpu_seconds = Counter()
+        self.iterations = self.samples = 0
 
-    def charge(self):  # the time since the last call belongs to the innermost open stage
+    def stage(self, name):
+        """Ends the current stage; this one lasts until the next one or the tick."""
         now = perf_counter()
-        self.seconds[self.open[-1]] += now - self.since
-        self.since = now
-        if self.sampled:
+        self.seconds[self.current] += now - self.last
+        self.last = now
+        if self.sampling:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self.events.append((self.open[-1], event))
-
-    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
-        if self.mode == "off" and name != "evaluation":
-            return nullcontext()
-        self.charge()
-        self.open.append(name)
+            self.events.append((self.current, event))
         if self.profiler:
-            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
-        return self
+            self.annotation.__exit__(None, None, None)
+            traced = torch.profiler.record_function("stopwatch:" + name)
+            self.annotation = nullcontext() if name == "untracked" else traced
+            self.annotation.__enter__()
+        self.current = name
 
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *error):
-        if self.ranges:
-            self.ranges.pop().__exit__(*error)
-        self.charge()
-        self.open.pop()
-
-    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
-        self.charge()
-        if self.sampled:
-            self.samples.append(self.events)
-        self.env_steps = env_steps
+    def tick(self, steps):
+        """Ends an iteration; `steps` counts the environment steps since construction."""
+        self.stage("untracked")
+        if self.sampling:
+            torch.cuda.synchronize()
+            self.samples += 1
+            for (_, begin), (name, end) in pairwise(self.events):
+                self.gpu_seconds[name] += begin.elapsed_time(end) / 1e3
+        self.steps = steps
         self.iterations += 1
-        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
-            self.warmup_seconds = self.measure(env_steps)["seconds"]
+        if self.warmup_seconds is None and steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure()["seconds"]
             self.begin_window()
         elif self.profiler:
             self.profiler.step()
-        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
-            self.untraced = self.measure(env_steps)
-            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
-        now = self.since - self.born
-        if now - self.cpu[-1][0] >= 1 and not self.profiler:
-            self.cpu.append((now, time.process_time()))
-            if self.on_gpu:
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((now, torch.cuda.utilization()))
-        timed = self.on_gpu and self.mode != "off" and not self.profiler
-        self.sampled = timed and self.iterations % 61 == 0
-        if self.sampled:
-            self.events = []
-            self.charge()
+        elif self.warmup_seconds and self.iterations == self.trace_after:
+            self.untraced = self.measure()
+            self.profiler = torch.profiler.profile(schedule=self.plan)
+            self.profiler.start()
+        self.sampling = self.on_gpu and self.iterations % 61 == 0
+        self.events = []
 
-    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+    def measure(self):
+        """Of the steady window or, until the warm-up has ended, of the run so far."""
+        if self.profiler:
+            return self.untraced
         if self.on_gpu:
             torch.cuda.synchronize()  # what is still queued belongs to it
-        self.charge()
-        steps = env_steps - self.first_step
-        seconds = self.since - self.start - self.seconds["evaluation"]
+        self.stage(self.current)
+        steps = self.steps - self.first_step
+        seconds = self.last - self.start - self.seconds["evaluation"]
+        scale = self.iterations / max(self.samples, 1)  # a sample stands for so many iterations
         return {
-            "sps": env_steps / (self.since - self.born),
+            "sps": self.steps / (self.last - self.born),
             "sps_steady": self.warmup_seconds and steps / seconds,
             "warmup_seconds": self.warmup_seconds,
+            "wall_seconds": self.last - self.born,
             "env_steps": steps,
             "iterations": self.iterations,
             "seconds": seconds,
             "stages": dict(self.seconds),
-            "cpu_seconds": [*self.cpu, (self.since - self.born, time.process_time())],
+            "gpu_stages": {name: scale * spent for name, spent in self.gpu_seconds.items()},
         }
 
-    def report(self, path):  # writes the report and a trace beside it, then prints a table
-        report = self.untraced or self.measure(self.env_steps)
-        report["wall_seconds"] = perf_counter() - self.born
-        report["nvml_percent"] = self.nvml
-        report["gpu_stages"] = Counter()
-        for events in self.samples:
-            for (_, first), (name, last) in pairwise(events):
-                scale = report["iterations"] / len(self.samples)  # one stands for so many
-                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * scale
-        write_json(path, report)
-        if self.profiler:
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
-        for name, seconds in report["stages"].items():  # last, because nobody may be reading
-            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
-            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
-        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path}", file=sys.stderr)
-        return report
 
+class Run:
+    """Directory, metrics, checkpoints and stopwatch of a training, which goes on until `ending`."""
 
-class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
-    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
-        self.args = args
+    def __init__(self, args, device, steps_per_iteration, steady_after, **trace):
+        """`steady_after`: environment steps from the first update until all is compiled."""
         self.flags = dict(vars(args))  # as they were given: a loop may anneal them
-        self.checkpoint = load_checkpoint(args) if args.resume is not None else {}
-        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
         self.steps_per_iteration = steps_per_iteration
+        self.checkpoint = load_checkpoint(args.resume)
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)
         self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
-        begin = max(self.step, getattr(args, "learning_starts", 0))
-        if begin >= self.total_steps:
-            raise SystemExit(f"--total-timesteps: no iteration is left after {begin:,} steps")
-        env_id = self.checkpoint.get("args", vars(args))["env_id"]
-        if env_id != args.env_id:
-            raise SystemExit(f"--env-id: the checkpoint is of {env_id}")
-        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        warmup_steps = max(getattr(args, "learning_starts", 0) - self.step, 0) + steady_after
+        self.watch = Stopwatch(device, warmup_steps, args.stopwatch == "trace", **trace)
         self.stage = self.watch.stage
+        self.stopped = False
+        self.ending = self.step >= self.total_steps
 
-    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
-        with one_line("--resume", KeyError):  # a part is missing or of another size
-            agent.load_state_dict(self.checkpoint["agent"])
-            states = self.checkpoint["optimizers"]
-            for optimizer, state in zip(agent.optimizers, states, strict=True):
-                state = optimizer.state_dict() | {"state": state}  # rates are flags
-                optimizer.load_state_dict(state)
-            cpu_state, *gpu_states = self.checkpoint["generators"]
-            torch.set_rng_state(cpu_state)
-            torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
-        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
+    def stop(self, number, frame):
+        """The first signal ends the run after its iteration, a second one the process."""
+        self.stopped = True
+        signal.signal(number, signal.SIG_DFL)
 
-    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
-        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
-        checkpoint |= {
-            "made_by": Path(__file__).name,
-            "args": self.flags,
-            "global_step": self.step,
-            "agent": agent.state_dict(),
-            "optimizers": [each.state_dict()["state"] for each in agent.optimizers],
-            "generators": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
-        }
-        with replacing(self.dir / "checkpoint.pt") as file:
-            torch.save(checkpoint, file)
-
-    def __enter__(self):  # makes the run directory and opens its records
-        args = self.args
-        resumed = args.resume is not None
-        self.dir = Path(args.resume) if resumed else make_directory(args)
-        with one_line(self.dir):  # the lock is held until the process has ended
-            self.lock = open(self.dir / ".lock", "w")
-            os.lockf(self.lock.fileno(), os.F_TLOCK, 0)
-        self.suffix = f"_{self.step}.json" if resumed else ".json"
-        config = {
-            "args": vars(args),
-            "command": " ".join(sys.argv),
-            "versions": {"torch": torch.__version__},
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
-            "processor": None,
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-        }
-        with suppress(OSError, TypeError):  # not Linux, or it does not say
-            cpus = Path("/proc/cpuinfo").read_text()
-            config["processor"] = re.search("model name.*: (.*)", cpus)[1]
-        write_json(self.dir / f"config{self.suffix}", config)
+    def open(self):
+        """Makes the run directory; whatever ends the process, it leaves records there."""
+        args = argparse.Namespace(**self.flags)
+        if args.capture_video:
+            import moviepy  # noqa: F401  # missing, it would end the first evaluation
+        self.dir = Path(args.resume) if args.resume else make_directory(args)
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {"args": self.flags, "command": " ".join(sys.argv)}
+        config["versions"] = {"torch": torch.__version__}
+        config["gpu"] = torch.cuda.get_device_name() if self.watch.on_gpu else None
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
         if args.track:
-            with one_line("--track", ImportError):
-                import wandb
+            import wandb
 
             wandb.init(
                 project=args.wandb_project_name,
@@ -833,222 +749,115 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
                 config=config,
                 sync_tensorboard=True,
             )
-        threading.excepthook = print_unless_disk_is_full
-        self.over = threading.Event()
-        self.core_watcher = threading.Thread(target=watch_cores, args=[self.over], daemon=True)
-        with one_line(self.dir):
-            self.core_watcher.start()
-            self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
-        self.bar = tqdm.tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            disable=sys.stderr is None,  # it has been closed
-        )
-        self.caught = catch_signals()
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False)
+        atexit.register(self.close)
+        self.handlers = {}
+        with suppress(ValueError):  # signals belong to the main thread
+            for number in signal.SIGINT, signal.SIGTERM:
+                self.handlers[number] = signal.signal(number, self.stop)
 
-    def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
-        with undisturbed(forget=True):
-            self.over.set()
-            with suppress(OSError):  # the disk may be full
-                self.writer.close()
-            with suppress(OSError):  # nobody may be reading
-                self.bar.close()
-            self.watch.report(self.dir / f"stages{self.suffix}")
-            self.core_watcher.join()
-        for number in self.caught:
-            signal.signal(number, signal.SIG_DFL)
-        if kind is KeyboardInterrupt or kind is SystemExit and not error.code:
-            raise SystemExit(f"interrupted after {self.step:,} steps")
-        if "allocate" in str(error):  # as PyTorch says on each device
-            raise SystemExit(f"step {self.step:,}: {error}".splitlines()[0])
+    def tick(self):
+        """Ends an iteration; what comes after it knows whether it was the last one."""
+        self.watch.tick(self.step - self.start_step)
+        self.ending = self.stopped or self.step >= self.total_steps
 
-    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
-        if self.step >= self.total_steps:
+    def due(self, every, at_end=False):
+        """Whether the iteration passed a multiple of `every` steps (0: never), or was the last."""
+        if self.ending:
             return at_end or every > 0
         return every > 0 and self.step % every < self.steps_per_iteration
 
-    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
-        row = {}
-        with self.stage("backpropagation"):  # whose work the first of these reads waits for
-            for tag, value in metrics.items():
-                row[tag] = float(value)
-                if not math.isfinite(row[tag]):
-                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
-        with self.stage("logging"):
-            speed = self.watch.measure(self.step - self.start_step)
-            row["charts/SPS"] = speed["sps"]
-            if speed["sps_steady"]:
-                row["charts/SPS_steady"] = speed["sps_steady"]
-            self.write(row)
+    def log(self, metrics):
+        """{tag: number or tensor ()} and the speed; a metric that is not finite ends the run."""
+        self.stage("backpropagation")  # reading a tensor waits for the updates that are queued
+        row = {tag: float(value) for tag, value in metrics.items()}
+        self.stage("logging")
+        for tag, value in row.items():
+            if not math.isfinite(value):
+                raise FloatingPointError(f"step {self.step:,}: {tag} is {value}")
+        row["charts/SPS"] = self.watch.measure()["sps"]
+        row["charts/cpu_seconds"] = time.process_time()
+        with suppress(Exception):  # without a GPU, or without nvidia-ml-py, which is optional
+            row["charts/gpu_percent"] = torch.cuda.utilization()
+        self.write(row)
+        with suppress(OSError):  # nobody reads any more
             self.bar.update(self.step - self.bar.n)
 
-    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
-        if "charts/episodic_return" in row:
-            self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
-            for tag, value in row.items():
-                self.writer.add_scalar(tag, value, step or self.step)
+    def write(self, row, step=None):
+        """{tag: number} to TensorBoard; the progress bar shows the last return."""
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+            if tag.endswith("_return"):
+                self.bar.set_postfix_str(f"{tag} {value:,.5g}", refresh=False)
 
-    def tick(self):  # ends an iteration, outside of every stage
-        self.watch.tick(self.step - self.start_step)
+    def save(self, agent, **state):
+        """checkpoint.pt, with the dictionaries of tensors or numbers that are given by name."""
+        for part in agent.state_dict(), *state.values():
+            for name, value in part.items():
+                if not torch.as_tensor(value).isfinite().all():
+                    raise FloatingPointError(f"step {self.step:,}: {name} is not finite")
+        state |= {"args": self.flags, "global_step": self.step, "agent": agent.state_dict()}
+        state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in agent.optimizers]
+        state["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        partial = self.dir / "checkpoint.partial"
+        torch.save(state, partial)
+        partial.replace(self.dir / "checkpoint.pt")  # a crash leaves the old one or the new one
 
+    def restore(self, agent):
+        """Networks, optimizers and generators; learning rates stay flags -> the checkpoint."""
+        checkpoint, self.checkpoint = self.checkpoint, None  # or its file would stay in memory
+        agent.load_state_dict(checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": copy.deepcopy(state)})
+        cpu_state, *gpu_states = checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        return checkpoint
 
-def watch_cores(over):  # OpenMP's threads wait awake, but asleep while others want the cores
-    before = seconds_without_core()
-    teams = []  # libgomp's threads sleep while its teams have more of them than there are cores
-    quiet = patience = 0  # seconds
-    ended = False
-    while not ended:
-        ended = over.wait(1)
-        now = seconds_without_core()
-        threads = torch.get_num_threads()
-        crowded = threads > 1 and now - before > 0.1 * threads
-        before = now
-        quiet = 0 if crowded else quiet + 1
-        if crowded and not teams and not ended:
-            patience = min(2 * patience + 1, 60)  # the others may be a simulator's, and come back
-            calm = threading.Event()
-            for _ in range(math.ceil(len(os.sched_getaffinity(0)) / (threads - 1))):
-                teams.append(threading.Thread(target=keep_team, args=[calm], daemon=True))
-                teams[-1].start()
-        elif teams and (ended or quiet >= patience):
-            calm.set()
-            for team in teams:  # at the end of the process none may be inside of PyTorch
-                team.join()
-            teams = []
-
-
-def keep_team(calm):  # of OpenMP: each thread that computes has its own
-    torch.ones(100_000).sum()
-    calm.wait()
-
-
-def seconds_without_core():  # how long threads of this process, summed, were ready but had no core
-    nanoseconds = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):  # the thread has ended
-            nanoseconds += int(path.read_text().split()[1])
-    return nanoseconds / 1e9
-
-
-def catch_signals():  # KeyboardInterrupt for all but those that are ignored, as under nohup
-    caught = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
-    for number in caught:
-        signal.signal(number, interrupt)
-    return caught
+    def close(self):
+        """Writes the records, and prints the speed unless an error has ended the run."""
+        atexit.unregister(self.close)
+        report = self.watch.measure()
+        steps = report["env_steps"] or 1
+        (self.dir / f"stages{self.suffix}").write_text(json.dumps(report, indent=2))
+        if self.watch.profiler:
+            self.watch.profiler.stop()
+            self.watch.profiler.export_chrome_trace(f"{self.dir}/trace.json.gz")
+        self.writer.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if not self.ending:
+            return
+        with suppress(OSError):  # nobody reads any more
+            self.bar.close()
+            for name, seconds in report["stages"].items():
+                print(f"{name:16}{1e6 * seconds / steps:12,.1f} us/step", file=sys.stderr)
+            print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {self.dir}", file=sys.stderr)
+        if self.stopped:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
 
 
-def interrupt(number, frame):  # once: a second one would come in the middle of the records
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def parse_args(kind):
+    """The flags; with --resume, those that are not given are the checkpoint's."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--resume")
+    resume = parser.parse_known_args()[0].resume
+    return tyro.cli(kind, default=kind(**load_checkpoint(resume).get("args", {})))
 
 
-def parse_args(kind):  # with --resume, flags that are not given stay as they were
-    args = tyro.cli(kind)
-    if args.resume is not None:
-        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
-    for names, (least, most) in RANGES.items():  # other flags, of a copy, may be anything
-        for name in names.split():
-            value = getattr(args, name, None)
-            if value is not None and not least <= value <= most:
-                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
-    return args
+def load_checkpoint(run_dir):
+    return torch.load(f"{run_dir}/checkpoint.pt", map_location="cpu", mmap=True) if run_dir else {}
 
 
-def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
-    path = Path(args.resume, "checkpoint.pt")
-    try:
-        found = torch.load(path, map_location="cpu", mmap=True)
-        made_by = found["made_by"]
-        changed = set(found["args"]) ^ set(vars(args))
-    except Exception:
-        raise SystemExit(f"--resume: there is no {path} of this version") from None
-    if made_by != Path(__file__).name:
-        raise SystemExit(f"--resume: {path} was made by {made_by}")
-    if changed:
-        raise SystemExit(f"--resume: {path} is of other flags: {', '.join(sorted(changed))}")
-    return found
-
-
-def print_unless_disk_is_full(failure):  # TensorBoard's thread has met it; `write` says so, too
-    if failure.exc_type is not OSError:
-        threading.__excepthook__(failure)
-
-
-def make_directory(args):  # runs/ENVIRONMENT__EXPERIMENT__SEED__SECOND; the first that is free
-    runs = Path("runs")
-    with one_line(runs):
-        runs.mkdir(exist_ok=True)
+def make_directory(args):
+    """runs/ENVIRONMENT__EXPERIMENT__SEED__SECOND, the first one that is free."""
     for second in count(int(time.time())):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{second}"
-        path = runs / re.sub(r"[^\w.-]", "_", name)
-        with one_line(path), suppress(FileExistsError):
-            path.mkdir()
+        path = Path("runs", re.sub(r"[^\w.-]", "_", name))
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
             return path
-
-
-def check_env(args):  # says before the training what the environment or its videos lack
-    errors = Exception if args.capture_video else ImportError  # OpenGL has errors of all kinds
-    filmed = {"render_mode": "rgb_array"} if args.capture_video else {}
-    with one_line("--env-id", errors, gym.error.Error):
-        env = gym.make(args.env_id, **filmed)
-    if args.capture_video:
-        with one_line("--capture-video", Exception):
-            import moviepy  # noqa: F401
-
-            env.reset()
-            env.render()
-    env.close()
-
-
-@contextmanager
-def undisturbed(forget=False):  # a signal that comes meanwhile counts afterwards, or not at all
-    came = []
-    handlers = {}
-    for number in (*SIGNALS, signal.SIGCHLD):  # the last: a process of the run has died
-        handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if not forget:
-            for number in came:
-                signal.raise_signal(number)
-
-
-@contextmanager
-def one_line(what, *errors):  # no traceback where the disk, the memory or these are to blame
-    try:
-        yield
-    except BlockingIOError:
-        raise SystemExit(f"--resume: the run in {what} is still at work") from None
-    except (OSError, RuntimeError, *errors) as error:
-        if isinstance(error.__context__, OSError):  # torch.save hides it behind one of its own
-            error = error.__context__
-        text = str(error) or type(error).__name__
-        text = text.replace(":\n\t", ": ")  # which part does not fit is in PyTorch's second line
-        raise SystemExit(f"{what}: {text}".splitlines()[0]) from None
-
-
-@contextmanager
-def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
-    partial = path.with_suffix(".partial")
-    try:
-        with one_line(path), partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_json(path, content):
-    with replacing(path) as file:
-        file.write(json.dumps(content, indent=2).encode())
 
 
 # <<< run <<<

@@ -21,9 +21,9 @@ two files shows what that needs:
 - The learner draws noise and minibatches, and which weights make which rollout does not depend on
   who is faster: a seed repeats itself. --sync waits for each rollout; on a CPU all is then as in
   ppo_continuous_action.py, but for the last bits. On a GPU that script draws other noise.
-- `Worker`: a process that ends with this one and whose death ends this one at once. Evaluation has
-  its own and does not stop training, unless several are waiting. A resumed run begins with fresh
-  episodes and weights that are not stale.
+- `Worker`: a process that ends with this one and whose death ends this one, when it next waits for
+  it. Evaluation has its own and does not stop training, unless several are waiting. A resumed run
+  begins with fresh episodes and weights that are not stale.
 - `DeviceEnv`: an environment on the CPU that takes and gives tensors on a device.
 
 Its twin ppo_continuous_action_async_torchcompile.py is this file with the hunks marked `# speed:`.
@@ -31,27 +31,27 @@ Shapes: T steps of a rollout, N environments, B batch, O observation, A action. 
 times are in stages_collector.json; `untracked` is mostly the wait for the other process.
 """
 
+import argparse
+import atexit
+import copy
 import json
 import math
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count, pairwise
-from multiprocessing import resource_tracker
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, NamedTuple
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback until the run begins
 
 import gymnasium as gym
 import numpy as np
@@ -61,7 +61,6 @@ import tyro
 from gymnasium.spaces import Box
 from torch import Tensor, nn
 from torch.optim import Adam
-from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -71,16 +70,18 @@ class Args:
     seed: int = 1  # seed of the environments and of every random generator
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
     cuda: bool = True  # train on CUDA where there is a device
+    torch_threads: int = 1  # of a CPU; more pay only while nothing else wants the cores
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 products
     track: bool = False  # also send the run to Weights & Biases
     wandb_project_name: str = "leanRL"  # the wandb project
     wandb_entity: str | None = None  # the wandb team
     capture_video: bool = False  # film an episode of each evaluation; there is one at the end
-    save_model: bool = False  # write checkpoint.pt at the end of the run, unless it is interrupted
+    save_model: bool = False  # write checkpoint.pt at the end of the run, also if it is interrupted
     checkpoint_every: int = 0  # also write it every so many environment steps; 0: never
     resume: str | None = None  # go on with this run directory; flags that are not given stay
     eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
     eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
-    stopwatch: Literal["off", "time", "trace"] = "time"  # time stages, or also write a trace
+    stopwatch: Literal["time", "trace"] = "time"  # time stages, or also write a trace
 
     learner_device: str | None = None  # where the network learns, if --cuda is not to decide
     collector_device: str = "cpu"  # where its copy acts: cpu, cuda or cuda:N
@@ -106,6 +107,17 @@ class Args:
     max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
     target_kl: float | None = None  # stop after an epoch whose last minibatch's KL exceeds it
 
+    def __post_init__(self):
+        batch_size = self.num_envs * self.num_steps
+        if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
+            raise ValueError(f"--num-minibatches: {batch_size:,} steps, two or more in each")
+        if self.total_timesteps < batch_size:
+            raise ValueError(f"--total-timesteps: a rollout has {batch_size:,} steps")
+        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
+            raise ValueError("--gamma and --gae-lambda lie between 0 and 1")
+        if self.max_staleness < 0:
+            raise ValueError("--max-staleness: 0 or more iterations")
+
 
 STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 
@@ -128,10 +140,8 @@ def make_envs(
         env = gym.make(env_id, **options)
         if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-        actions = env.action_space
-        flat_obs = len(env.observation_space.shape or ()) == 1
-        if not (flat_obs and isinstance(actions, Box) and len(actions.shape) == 1):
-            raise SystemExit("--env-id: needs flat observations and flat continuous actions")
+        if not isinstance(env.action_space, Box):
+            raise ValueError("--env-id: needs continuous actions")
         env = gym.wrappers.RecordEpisodeStatistics(env)
         env = gym.wrappers.ClipAction(env)
         if gamma is not None:
@@ -159,9 +169,6 @@ def get_statistics(envs: gym.vector.VectorEnv) -> dict[str, Tensor]:
 
 def set_statistics(envs: gym.vector.VectorEnv, statistics: dict[str, Tensor]) -> None:
     """Puts back what `get_statistics` has returned."""
-    known = len(statistics["obs_rms_mean"])
-    if known != envs.num_envs:
-        raise SystemExit(f"--num-envs: the checkpoint is of {known}")
     for kind in ("obs_rms", "return_rms"):
         for name in ("mean", "var", "count"):
             rows = statistics[f"{kind}_{name}"].numpy()
@@ -274,6 +281,12 @@ class Slot(Rollout):
             tensor.share_memory_()  # nothing of it outlives the processes, however they end
         self.version = 0  # iterations that its weights have learned from; the learner's alone
 
+    def hand_out(self, agent: "PPO", version: int) -> None:
+        """With what the collector makes the rollout to come."""
+        self.weights.copy_(get_weights(agent))
+        self.noise.normal_()
+        self.version = version
+
 
 def get_weights(model: nn.Module) -> Tensor:
     """All parameters in one vector on the CPU."""
@@ -339,6 +352,11 @@ def value_loss(values: Tensor, batch: Batch, clip_coef: float | None) -> Tensor:
     return 0.5 * errors.mean()
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """How much of the variance of the returns (B,) the values (B,) explain: 1 is all -> ()."""
+    return 1 - (returns - values).var() / returns.var().clamp(min=1e-12)
+
+
 def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a minibatch (equation 9) and what is logged of it -> loss (), {name: tensor ()}.
 
@@ -349,18 +367,18 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     advantages = batch.advantages
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    of_policy = policy_loss(log_ratios, batch.importance * advantages, args.clip_coef)
+    pg_loss = policy_loss(log_ratios, batch.importance * advantages, args.clip_coef)
     value_clip = args.clip_coef if args.clip_vloss else None
-    of_value = value_loss(values, batch, value_clip)
+    v_loss = value_loss(values, batch, value_clip)
     entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
     entropy = entropies.mean()
-    loss = of_policy - args.ent_coef * entropy + args.vf_coef * of_value
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     with torch.no_grad():
         ratios = log_ratios.exp()
         clipped = (ratios - 1).abs() > args.clip_coef
         metrics = {
-            "losses/policy_loss": of_policy.detach(),
-            "losses/value_loss": of_value.detach(),
+            "losses/policy_loss": pg_loss.detach(),
+            "losses/value_loss": v_loss.detach(),
             "losses/entropy": entropy.detach(),
             "losses/old_approx_kl": -log_ratios.mean(),
             "losses/approx_kl": (ratios - 1 - log_ratios).mean(),  # joschu.net/blog/kl-approx.html
@@ -442,7 +460,7 @@ class PPO(nn.Module):
         """An epoch of M minibatches in the order of a permutation (B,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
         rows = [self.update(batch, index) for index in indices]
-        return default_collate(rows)
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 # Training
@@ -451,19 +469,23 @@ class PPO(nn.Module):
 def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
     """What the collector does: makes a rollout in each slot whose index it gets."""
     device = use_device(args.collector_device)
-    warmup_steps = STEADY_AFTER * args.num_envs * args.num_steps
-    mode = "time" if args.stopwatch == "trace" else args.stopwatch  # the trace is the learner's
-    watch = Stopwatch(device, mode, warmup_steps)
+    watch = Stopwatch(device, warmup_steps=STEADY_AFTER * args.num_envs * args.num_steps)
+    start_step, statistics = receive(pipe)
+    seed = args.seed + start_step
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
     envs = make_envs(args.env_id, args.num_envs, args.gamma)
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
     rollout = Rollout(args, obs_dim, action_dim, device)
     device_envs = DeviceEnv(envs, device)
-    start_step, statistics = receive(pipe)
     if statistics:
         set_statistics(envs, statistics)
-    obs, _ = device_envs.reset(seed=args.seed + start_step)
+
+    obs, _ = device_envs.reset(seed=seed)
     step = start_step
     try:
         while True:
@@ -475,19 +497,20 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
             nn.utils.vector_to_parameters(slot.weights.to(device), agent.parameters())
             noise = slot.noise.to(device)
             for t in range(args.num_steps):
-                with watch.stage("inference"):
-                    actions, log_probs, values = agent.act(obs, noise[t])
-                with watch.stage("simulation"):
-                    next_obs, rewards, terminated, truncated, infos = device_envs.step(actions)
+                watch.stage("inference")
+                actions, log_probs, values = agent.act(obs, noise[t])
+                watch.stage("simulation")
+                next_obs, rewards, terminated, truncated, infos = device_envs.step(actions)
 
-                with watch.stage("replay"):
-                    rollout.obs[t] = obs
-                    rollout.actions[t] = actions
-                    rollout.rewards[t] = rewards
-                    rollout.ended[t] = terminated | truncated
-                    rollout.log_probs[t] = log_probs
-                    rollout.values[t] = values
-                    obs = next_obs
+                watch.stage("replay")
+                ended = terminated | truncated
+                rollout.obs[t] = obs
+                rollout.actions[t] = actions
+                rollout.log_probs[t] = log_probs
+                rollout.values[t] = values
+                rollout.rewards[t] = rewards
+                rollout.ended[t] = ended
+                obs = next_obs
                 step += args.num_envs
                 # Where an episode ended, next_obs is already the next episode's first.
                 for n in np.flatnonzero(infos.get("_final_obs", ())):
@@ -511,137 +534,125 @@ def collect(pipe, args: Args, slots: list[Slot], report_path: Path) -> None:
             send(pipe, report)
             watch.tick(step - start_step)
     finally:
-        watch.report(report_path)
+        report_path.write_text(json.dumps(watch.measure(), indent=2))
 
 
 def main(args: Args) -> Path:
     """Trains and returns the run directory."""
-    check_args(args)
-    check_env(args)
-    on_gpu = args.cuda and torch.cuda.is_available()
-    default_device = "cuda" if on_gpu else "cpu"
-    device = use_device(args.learner_device or default_device)
-    max_staleness = 0 if args.sync else args.max_staleness
-    if max_staleness:  # one core is the collector's
-        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        steps = f"{batch_size:,} steps"
-        raise SystemExit(f"--num-minibatches: does not divide {steps} into two or more each")
-    warmup_steps = STEADY_AFTER * batch_size
-    run = Run(args, device, batch_size, warmup_steps, trace_after=3, trace_iterations=1)
-    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.torch_threads)
+    torch.set_flush_denormal(True)  # Adam's averages decay to numbers that are ten times slower
+    torch.set_float32_matmul_precision(args.matmul_precision)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    default_device = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
+    device = use_device(args.learner_device or default_device)
+    batch_size = args.num_envs * args.num_steps
+    steady_after = STEADY_AFTER * batch_size
+    run = Run(args, device, batch_size, steady_after, trace_after=3, trace_iterations=1)
+    seed = args.seed + run.start_step
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
     envs = make_envs(args.env_id, 1)  # for their spaces: those to act in are the collector's
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
-    with one_line("--num-steps"):
-        rollout = Rollout(args, obs_dim, action_dim, device)
-        slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
-    if run.checkpoint:
-        run.restore(agent)
-    num_rollouts = math.ceil((run.total_steps - run.start_step) / batch_size)
+    max_staleness = 0 if args.sync else args.max_staleness
+    slots = [Slot(args, obs_dim, action_dim, agent.model) for _ in range(max_staleness + 1)]
+    rollout = Rollout(args, obs_dim, action_dim, device)
+    statistics = {}
+    if args.resume:
+        statistics = copy.deepcopy(run.restore(agent)["statistics"])
+
     handed_out = 0  # rollouts
     unanswered = 0  # evaluations
+    run.open()
+    collector = Worker("collector", collect, args, slots, run.dir / f"stages_collector{run.suffix}")
+    collector.send((run.start_step, statistics))
+    evaluator = None
+    if args.eval_every or args.capture_video:
+        evaluator = Worker("evaluator", answer, args, obs_dim, action_dim, run.dir)
+    while not run.ending:
+        learning_rate = args.learning_rate
+        if args.anneal_lr:
+            learning_rate *= 1 - run.step / run.total_steps
+        agent.optimizer.param_groups[0]["lr"] = learning_rate
 
-    workers = []
-    with run, supervision(workers):
-        report_path = run.dir / f"stages_collector{run.suffix}"
-        collector = Worker("collector", collect, args, slots, report_path)
-        workers.append(collector)
-        collector.send((run.start_step, run.checkpoint.get("statistics")))
-        if args.eval_every or args.capture_video:
-            evaluator = Worker("evaluator", answer, args, obs_dim, action_dim, run.dir)
-            workers.append(evaluator)
-        while run.step < run.total_steps:
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - run.step / run.total_steps
-            agent.optimizer.param_groups[0]["lr"] = learning_rate
+        # 1. Let the collector go on with these weights, and get the rollout that is due.
+        run.stage("replay")
+        version = (run.step - run.start_step) // batch_size  # iterations so far
+        remaining = math.ceil((run.total_steps - run.step) / batch_size)
+        while handed_out < version + min(len(slots), remaining):
+            index = handed_out % len(slots)
+            slots[index].hand_out(agent, version)
+            collector.send(index)
+            handed_out += 1
+        run.stage("untracked")
+        begin = perf_counter()
+        report = collector.receive()
+        waited = perf_counter() - begin
+        run.step += batch_size
 
-            # 1. Let the collector go on with these weights, and get the rollout that is due.
-            version = (run.step - run.start_step) // batch_size  # iterations so far
-            with run.stage("replay"):
-                while handed_out < min(version + len(slots), num_rollouts):
-                    index = handed_out % len(slots)
-                    slot = slots[index]
-                    slot.weights.copy_(get_weights(agent))
-                    slot.version = version
-                    slot.noise.normal_()
-                    collector.send(index)
-                    handed_out += 1
-            begin = perf_counter()
-            report = collector.receive()
-            waited = perf_counter() - begin
-            run.step += batch_size
+        # 2. Learn from it in several epochs.
+        run.stage("backpropagation")
+        slot = slots[version % len(slots)]
+        for name, tensor in vars(rollout).items():
+            tensor.copy_(getattr(slot, name))
+        for t, n, final_obs in report.truncations:  # in the slot all are 0
+            inputs = torch.as_tensor(final_obs, device=device)
+            rollout.final_values[t, n] = agent.value(inputs)
+        staleness = version - slot.version
+        batch = agent.prepare(rollout, stale=staleness > 0)
+        clipfracs = []
+        for _ in range(args.update_epochs):
+            order = torch.randperm(batch_size, device=device)
+            metrics = agent.learn(batch, order)
+            clipfracs.append(metrics["losses/clipfrac"])
+            if args.target_kl is not None and metrics["losses/approx_kl"][-1] > args.target_kl:
+                break
+        run.tick()
 
-            # 2. Learn from it in several epochs.
-            with run.stage("backpropagation"):
-                slot = slots[version % len(slots)]
-                total = sum(values.sum() for values in report.statistics.values())
-                total = total + slot.obs.sum() + slot.rewards.sum()
-                if not math.isfinite(total):
-                    steps = f"steps {run.step - batch_size:,} to {run.step:,}"
-                    raise SystemExit(f"{steps}: observation or reward is not finite")
-                for name, tensor in vars(rollout).items():
-                    tensor.copy_(getattr(slot, name))
-                for t, n, final_obs in report.truncations:  # in the slot all are 0
-                    inputs = torch.as_tensor(final_obs, device=device)
-                    rollout.final_values[t, n] = agent.value(inputs)
-                staleness = version - slot.version
-                batch = agent.prepare(rollout, stale=staleness > 0)
-                clipfracs = []
-                for _ in range(args.update_epochs):
-                    order = torch.randperm(batch_size, device=device)
-                    metrics = agent.learn(batch, order)
-                    clipfracs.append(metrics["losses/clipfrac"])
-                    approx_kl = metrics["losses/approx_kl"][-1]
-                    if args.target_kl is not None and approx_kl > args.target_kl:
-                        break
+        # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
+        run.stage("logging")
+        for step, episode in report.episodes:
+            run.write(episode, step)
+        row = {tag: values[-1] for tag, values in metrics.items()}
+        row["losses/clipfrac"] = torch.cat(clipfracs).mean()
+        row["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
+        row["charts/learning_rate"] = learning_rate
+        row["charts/staleness"] = staleness
+        row["charts/learner_waits_seconds"] = waited
+        row["charts/collector_waits_seconds"] = report.waited
+        run.log(row)
 
-            # 3. Log the last minibatch's losses; clipfrac is the mean over all of them.
-            with run.stage("logging"):
-                for step, episode in report.episodes:
-                    run.write(episode, step)
-            row = {tag: values[-1] for tag, values in metrics.items()}
-            row["losses/clipfrac"] = torch.cat(clipfracs).mean()
-            unexplained = (batch.returns - batch.values).var()
-            unexplained /= batch.returns.var().clamp(min=1e-12)
-            row["losses/explained_variance"] = 1 - unexplained
-            row["charts/learning_rate"] = learning_rate
-            row["charts/staleness"] = staleness
-            row["charts/learner_waits_seconds"] = waited
-            row["charts/collector_waits_seconds"] = report.waited
-            run.log(row)
-
-            # 4. Save and evaluate, now and then and at the end.
-            if run.due(args.checkpoint_every, at_end=args.save_model):
-                with run.stage("checkpoint"):
-                    run.save(agent, statistics=report.statistics)
-            with run.stage("evaluation"):
-                if run.due(args.eval_every, at_end=args.capture_video):
-                    evaluator.send((run.step, get_weights(agent), report.statistics))
-                    unanswered += 1
-                last = run.step >= run.total_steps
-                while unanswered and (last or evaluator.pipe.poll()):
-                    step, eval_return = evaluator.receive()
-                    unanswered -= 1
-                    run.write({"charts/eval_return": eval_return}, step)
-                    line = f"evaluation at {step:,}: {eval_return:,.1f}"
-                    run.bar.write(line, file=sys.stderr)
-            run.tick()
+        # 4. Save and evaluate, now and then and at the end.
+        if run.due(args.checkpoint_every, at_end=args.save_model):
+            run.stage("checkpoint")
+            run.save(agent, statistics=report.statistics)
+        run.stage("evaluation")
+        if run.due(args.eval_every, at_end=args.capture_video) and not run.stopped:
+            evaluator.send((run.step, get_weights(agent), report.statistics))
+            unanswered += 1
+        last = run.ending and not run.stopped
+        while evaluator and (last and unanswered or evaluator.pipe.poll()):
+            step, eval_return = evaluator.receive()
+            unanswered -= 1
+            run.write({"charts/eval_return": eval_return}, step)
+            run.bar.write(f"evaluation at {step:,}: {eval_return:,.5g}", file=sys.stderr)
+    collector.end()
+    if evaluator:
+        evaluator.end()
+    run.close()
     return run.dir
 
 
-# What a reader may skip: processes, evaluation and checks, then the records around a run
+# What a reader may skip: processes and evaluation, then the records around a run
 
 
 class Worker:
     """A child process and a pipe to it. It ends when this process ends, even by SIGKILL.
 
-    If it dies first, the run ends in one line: `supervision` calls `check` on SIGCHLD for that.
+    If it dies first, `receive` says so.
     """
 
     def __init__(self, name: str, function, *args):
@@ -649,23 +660,11 @@ class Worker:
         self.name = name
         self.pipe, pipe = context.Pipe()
         self.process = context.Process(target=work, args=(function, pipe, *args), daemon=True)
-        # A terminal sends these to every process of a run, of which this one ends the others.
-        numbers = signal.SIGINT, signal.SIGHUP
-        resource_tracker.ensure_running()  # its start would unblock them again
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        self.process.start()  # they stay blocked in it
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        pipe.close()
-
-    def check(self):
-        """Ends the run if the process has ended."""
-        code = self.process.exitcode
-        if code is not None:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-            raise SystemExit(f"the {self.name} died: {how}")
+        self.process.start()
+        pipe.close()  # so that no process has this end when the worker is dead
 
     def send(self, message):
-        with suppress(OSError):  # it has died: SIGCHLD or `receive` ends the run
+        with suppress(OSError):  # it has died: `receive` says so
             send(self.pipe, message)
 
     def receive(self):
@@ -673,7 +672,8 @@ class Worker:
             return receive(self.pipe)
         except (EOFError, OSError):
             self.process.join()
-            self.check()
+            code = self.process.exitcode
+            raise RuntimeError(f"the {self.name} died: exit code {code}") from None
 
     def end(self):
         """Ends it in the middle of whatever it does, and waits until it is gone."""
@@ -683,37 +683,20 @@ class Worker:
         self.process.join()
 
 
-@contextmanager
-def supervision(workers):
-    """Workers that are in the list end with the block, and one that ends before ends the run."""
-
-    def check(number, frame):
-        for worker in workers:
-            worker.check()
-
-    try:
-        signal.signal(signal.SIGCHLD, check)
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for worker in workers:
-            worker.end()
-
-
-def work(function, pipe, *args):
+def work(function, pipe, args: Args, *others):
     """What the process of a Worker runs: `function`, which goes on until Worker.end."""
 
     def die_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    signal.signal(signal.SIGTERM, interrupt)  # once: a second one would end its report
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the learner acts
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     threading.Thread(target=die_with_parent, daemon=True).start()
-    torch.set_num_threads(1)  # the other cores are the learner's
-    try:
-        function(pipe, *args)
-    except KeyboardInterrupt:  # Worker.end
-        os._exit(0)  # spares the seconds in which Python takes down what it has imported
+    torch.set_num_threads(args.torch_threads)
+    torch.set_flush_denormal(True)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    function(pipe, args, *others)
 
 
 def send(pipe, message):
@@ -726,6 +709,17 @@ def receive(pipe):
     return pickle.loads(pipe.recv_bytes())
 
 
+def use_device(name: str) -> torch.device:
+    """The device of that name, as this process's current one: the others cost it no memory."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        index = device.index or 0
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"this machine has no device {name}")
+        torch.cuda.set_device(index)
+    return device
+
+
 def answer(pipe, args: Args, obs_dim: int, action_dim: int, run_dir: Path) -> None:
     """What the evaluator does: gets a step, its weights and statistics, answers with the return."""
     device = use_device(args.eval_device)
@@ -733,8 +727,8 @@ def answer(pipe, args: Args, obs_dim: int, action_dim: int, run_dir: Path) -> No
     while True:
         step, weights, statistics = receive(pipe)
         nn.utils.vector_to_parameters(weights.to(device), agent.parameters())
-        video = run_dir / f"videos/step-{step}"
-        eval_return = evaluate(agent, args, statistics, video)
+        torch.manual_seed(args.seed + 2**31)
+        eval_return = evaluate(agent, args, statistics, run_dir / f"videos/step-{step}")
         send(pipe, (step, eval_return))
 
 
@@ -743,8 +737,7 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
 
     Observations are normalized by the statistics of all training environments as one.
     """
-    if not args.capture_video:
-        video = None
+    video = video if args.capture_video else None
     envs = make_envs(args.env_id, args.eval_episodes, video=video)
     means = statistics["obs_rms_mean"]  # (N, O)
     mean = means.mean(dim=0)
@@ -754,6 +747,9 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
     unseen = args.seed + 2**31  # not the states of training
+    generators = random.getstate(), np.random.get_state()  # environments may draw from them
+    random.seed(unseen)
+    np.random.seed(unseen)
     obs, _ = envs.reset(seed=unseen)
     for _ in range(50_000):  # an episode without end counts with its return so far
         inputs = (torch.as_tensor(obs) - mean) / std
@@ -768,222 +764,129 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
         if not running.any():
             break
     envs.close()
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])
     return float(returns.mean())
 
 
-def use_device(name: str) -> torch.device:
-    """The device of that name, as this process's current one: the others cost it no memory."""
-    device = torch.device(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
-    return device
-
-
-def check_args(args: Args) -> None:
-    """Refuses devices that this machine does not have."""
-    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    devices = ["cpu", "cuda", *gpus] if gpus else ["cpu"]
-    for name in ("learner_device", "collector_device", "eval_device"):
-        if getattr(args, name) not in (None, *devices):
-            flag = name.replace("_", "-")
-            raise SystemExit(f"--{flag}: this machine has {', '.join(devices)}")
-
-
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-RANGES = {  # flags -> the least and the most
-    "num_envs num_steps batch_size": (1, 1e7),
-    """total_timesteps num_minibatches update_epochs eval_episodes buffer_size learning_starts
-    policy_frequency target_network_frequency""": (1, 1e12),
-    "utd_ratio clip_coef max_grad_norm target_kl alpha exploration_fraction": (1e-12, 1e12),
-    "gamma gae_lambda q_lambda start_e end_e tau": (0, 1),
-    "randomize": (0, 0.9),
-    """seed checkpoint_every eval_every learning_rate policy_lr q_lr ent_coef vf_coef max_staleness
-    exploration_noise policy_noise noise_clip desired_kl""": (0, 1e12),
-}
+class Stopwatch:
+    """Seconds per stage and steady steps/s; on a GPU also its seconds per stage, sampled."""
 
-
-class Stopwatch:  # seconds per stage, steps per second; leanrl/stopwatch.py is the manual
-    def __init__(self, device, mode="time", warmup_steps=0, trace_after=500, trace_iterations=20):
-        self.mode = mode
+    def __init__(self, device, warmup_steps=0, trace=False, trace_after=500, trace_iterations=20):
         self.on_gpu = device.type == "cuda"
         self.warmup_steps = warmup_steps
-        self.trace_after = trace_after
+        self.trace_after = trace_after if trace else 0  # iterations of the window
         self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
-        self.warmup_seconds = self.profiler = self.untraced = None
-        self.born = perf_counter()
-        self.env_steps = 0
+        self.warmup_seconds = self.profiler = self.sampling = None
+        self.annotation = nullcontext()  # the profiler's, of the current stage
+        self.current = "untracked"
+        self.steps = 0
+        self.born = self.last = perf_counter()
         self.begin_window()
 
-    def begin_window(self):  # at construction and after the warm-up
+    def begin_window(self):
+        self.start = self.last
+        self.first_step = self.steps
         self.seconds = Counter()
-        self.open = ["untracked"]
-        self.ranges = []  # of the profiler, one per open stage
-        self.samples = []  # of sampled iterations: a CUDA event wherever a stage begins or ends
-        self.sampled = False
-        self.nvml = []
-        self.first_step = self.env_steps
-        self.iterations = 0
-        self.start = self.since = perf_counter()
-        self.cpu = [(self.since - self.born, time.process_time())]
+        self.gpu_seconds = Counter()
+        self.iterations = self.samples = 0
 
-    def charge(self):  # the time since the last call belongs to the innermost open stage
+    def stage(self, name):
+        """Ends the current stage; this one lasts until the next one or the tick."""
         now = perf_counter()
-        self.seconds[self.open[-1]] += now - self.since
-        self.since = now
-        if self.sampled:
+        self.seconds[self.current] += now - self.last
+        self.last = now
+        if self.sampling:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self.events.append((self.open[-1], event))
-
-    def stage(self, name):  # with watch.stage("replay"): a stage inside another one pauses it
-        if self.mode == "off" and name != "evaluation":
-            return nullcontext()
-        self.charge()
-        self.open.append(name)
+            self.events.append((self.current, event))
         if self.profiler:
-            self.ranges.append(torch.profiler.record_function("stopwatch:" + name).__enter__())
-        return self
+            self.annotation.__exit__(None, None, None)
+            traced = torch.profiler.record_function("stopwatch:" + name)
+            self.annotation = nullcontext() if name == "untracked" else traced
+            self.annotation.__enter__()
+        self.current = name
 
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *error):
-        if self.ranges:
-            self.ranges.pop().__exit__(*error)
-        self.charge()
-        self.open.pop()
-
-    def tick(self, env_steps):  # ends an iteration; `env_steps` counts all since construction
-        self.charge()
-        if self.sampled:
-            self.samples.append(self.events)
-        self.env_steps = env_steps
+    def tick(self, steps):
+        """Ends an iteration; `steps` counts the environment steps since construction."""
+        self.stage("untracked")
+        if self.sampling:
+            torch.cuda.synchronize()
+            self.samples += 1
+            for (_, begin), (name, end) in pairwise(self.events):
+                self.gpu_seconds[name] += begin.elapsed_time(end) / 1e3
+        self.steps = steps
         self.iterations += 1
-        if self.warmup_seconds is None and env_steps >= self.warmup_steps:
-            self.warmup_seconds = self.measure(env_steps)["seconds"]
+        if self.warmup_seconds is None and steps >= self.warmup_steps:
+            self.warmup_seconds = self.measure()["seconds"]
             self.begin_window()
         elif self.profiler:
             self.profiler.step()
-        elif self.mode == "trace" and self.warmup_seconds and self.iterations == self.trace_after:
-            self.untraced = self.measure(env_steps)
-            self.profiler = torch.profiler.profile(schedule=self.plan).__enter__()
-        now = self.since - self.born
-        if now - self.cpu[-1][0] >= 1 and not self.profiler:
-            self.cpu.append((now, time.process_time()))
-            if self.on_gpu:
-                with suppress(Exception):  # nvidia-ml-py is optional
-                    self.nvml.append((now, torch.cuda.utilization()))
-        timed = self.on_gpu and self.mode != "off" and not self.profiler
-        self.sampled = timed and self.iterations % 61 == 0
-        if self.sampled:
-            self.events = []
-            self.charge()
+        elif self.warmup_seconds and self.iterations == self.trace_after:
+            self.untraced = self.measure()
+            self.profiler = torch.profiler.profile(schedule=self.plan)
+            self.profiler.start()
+        self.sampling = self.on_gpu and self.iterations % 61 == 0
+        self.events = []
 
-    def measure(self, env_steps):  # of the steady window or, in the warm-up, of the run so far
+    def measure(self):
+        """Of the steady window or, until the warm-up has ended, of the run so far."""
+        if self.profiler:
+            return self.untraced
         if self.on_gpu:
             torch.cuda.synchronize()  # what is still queued belongs to it
-        self.charge()
-        steps = env_steps - self.first_step
-        seconds = self.since - self.start - self.seconds["evaluation"]
+        self.stage(self.current)
+        steps = self.steps - self.first_step
+        seconds = self.last - self.start - self.seconds["evaluation"]
+        scale = self.iterations / max(self.samples, 1)  # a sample stands for so many iterations
         return {
-            "sps": env_steps / (self.since - self.born),
+            "sps": self.steps / (self.last - self.born),
             "sps_steady": self.warmup_seconds and steps / seconds,
             "warmup_seconds": self.warmup_seconds,
+            "wall_seconds": self.last - self.born,
             "env_steps": steps,
             "iterations": self.iterations,
             "seconds": seconds,
             "stages": dict(self.seconds),
-            "cpu_seconds": [*self.cpu, (self.since - self.born, time.process_time())],
+            "gpu_stages": {name: scale * spent for name, spent in self.gpu_seconds.items()},
         }
 
-    def report(self, path):  # writes the report and a trace beside it, then prints a table
-        report = self.untraced or self.measure(self.env_steps)
-        report["wall_seconds"] = perf_counter() - self.born
-        report["nvml_percent"] = self.nvml
-        report["gpu_stages"] = Counter()
-        for events in self.samples:
-            for (_, first), (name, last) in pairwise(events):
-                scale = report["iterations"] / len(self.samples)  # one stands for so many
-                report["gpu_stages"][name] += first.elapsed_time(last) / 1e3 * scale
-        write_json(path, report)
-        if self.profiler:
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(path.with_name("trace.json.gz")))
-        for name, seconds in report["stages"].items():  # last, because nobody may be reading
-            share = f"{1e6 * seconds / max(report['env_steps'], 1):12,.1f} us/step"
-            print(f"{name:16}{seconds:12,.2f} s{share}", file=sys.stderr)
-        print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {path}", file=sys.stderr)
-        return report
 
+class Run:
+    """Directory, metrics, checkpoints and stopwatch of a training, which goes on until `ending`."""
 
-class Run:  # around a training: directory, metrics, checkpoints, signals, stopwatch
-    def __init__(self, args, device, steps_per_iteration, warmup_steps, **trace):
-        self.args = args
+    def __init__(self, args, device, steps_per_iteration, steady_after, **trace):
+        """`steady_after`: environment steps from the first update until all is compiled."""
         self.flags = dict(vars(args))  # as they were given: a loop may anneal them
-        self.checkpoint = load_checkpoint(args) if args.resume is not None else {}
-        self.start_step = self.step = self.checkpoint.get("global_step", 0)  # environment steps
         self.steps_per_iteration = steps_per_iteration
+        self.checkpoint = load_checkpoint(args.resume)
+        self.start_step = self.step = self.checkpoint.get("global_step", 0)
         self.total_steps = args.total_timesteps // steps_per_iteration * steps_per_iteration
-        begin = max(self.step, getattr(args, "learning_starts", 0))
-        if begin >= self.total_steps:
-            raise SystemExit(f"--total-timesteps: no iteration is left after {begin:,} steps")
-        env_id = self.checkpoint.get("args", vars(args))["env_id"]
-        if env_id != args.env_id:
-            raise SystemExit(f"--env-id: the checkpoint is of {env_id}")
-        self.watch = Stopwatch(device, args.stopwatch, warmup_steps, **trace)
+        warmup_steps = max(getattr(args, "learning_starts", 0) - self.step, 0) + steady_after
+        self.watch = Stopwatch(device, warmup_steps, args.stopwatch == "trace", **trace)
         self.stage = self.watch.stage
+        self.stopped = False
+        self.ending = self.step >= self.total_steps
 
-    def restore(self, agent):  # networks, optimizers and generators of the checkpoint
-        with one_line("--resume", KeyError):  # a part is missing or of another size
-            agent.load_state_dict(self.checkpoint["agent"])
-            states = self.checkpoint["optimizers"]
-            for optimizer, state in zip(agent.optimizers, states, strict=True):
-                state = optimizer.state_dict() | {"state": state}  # rates are flags
-                optimizer.load_state_dict(state)
-            cpu_state, *gpu_states = self.checkpoint["generators"]
-            torch.set_rng_state(cpu_state)
-            torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
-        print(f"resumed at step {self.step:,}, with fresh episodes", file=sys.stderr)
+    def stop(self, number, frame):
+        """The first signal ends the run after its iteration, a second one the process."""
+        self.stopped = True
+        signal.signal(number, signal.SIG_DFL)
 
-    def save(self, agent, **checkpoint):  # checkpoint.pt: also what is given by name
-        if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-            raise SystemExit(f"step {self.step:,}: weights are not finite; the checkpoint stays")
-        checkpoint |= {
-            "made_by": Path(__file__).name,
-            "args": self.flags,
-            "global_step": self.step,
-            "agent": agent.state_dict(),
-            "optimizers": [each.state_dict()["state"] for each in agent.optimizers],
-            "generators": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
-        }
-        with replacing(self.dir / "checkpoint.pt") as file:
-            torch.save(checkpoint, file)
-
-    def __enter__(self):  # makes the run directory and opens its records
-        args = self.args
-        resumed = args.resume is not None
-        self.dir = Path(args.resume) if resumed else make_directory(args)
-        with one_line(self.dir):  # the lock is held until the process has ended
-            self.lock = open(self.dir / ".lock", "w")
-            os.lockf(self.lock.fileno(), os.F_TLOCK, 0)
-        self.suffix = f"_{self.step}.json" if resumed else ".json"
-        config = {
-            "args": vars(args),
-            "command": " ".join(sys.argv),
-            "versions": {"torch": torch.__version__},
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if self.watch.on_gpu else None,
-            "processor": None,
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-        }
-        with suppress(OSError, TypeError):  # not Linux, or it does not say
-            cpus = Path("/proc/cpuinfo").read_text()
-            config["processor"] = re.search("model name.*: (.*)", cpus)[1]
-        write_json(self.dir / f"config{self.suffix}", config)
+    def open(self):
+        """Makes the run directory; whatever ends the process, it leaves records there."""
+        args = argparse.Namespace(**self.flags)
+        if args.capture_video:
+            import moviepy  # noqa: F401  # missing, it would end the first evaluation
+        self.dir = Path(args.resume) if args.resume else make_directory(args)
+        self.suffix = f"_{self.step}.json" if args.resume else ".json"
+        config = {"args": self.flags, "command": " ".join(sys.argv)}
+        config["versions"] = {"torch": torch.__version__}
+        config["gpu"] = torch.cuda.get_device_name() if self.watch.on_gpu else None
+        (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
         if args.track:
-            with one_line("--track", ImportError):
-                import wandb
+            import wandb
 
             wandb.init(
                 project=args.wandb_project_name,
@@ -993,222 +896,115 @@ class Run:  # around a training: directory, metrics, checkpoints, signals, stopw
                 config=config,
                 sync_tensorboard=True,
             )
-        threading.excepthook = print_unless_disk_is_full
-        self.over = threading.Event()
-        self.core_watcher = threading.Thread(target=watch_cores, args=[self.over], daemon=True)
-        with one_line(self.dir):
-            self.core_watcher.start()
-            self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if resumed else None)
-        self.bar = tqdm.tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            unit="step",
-            disable=sys.stderr is None,  # it has been closed
-        )
-        self.caught = catch_signals()
+        self.writer = SummaryWriter(self.dir, purge_step=self.step + 1)
+        self.bar = tqdm.tqdm(total=self.total_steps, initial=self.step, unit="step", leave=False)
+        atexit.register(self.close)
+        self.handlers = {}
+        with suppress(ValueError):  # signals belong to the main thread
+            for number in signal.SIGINT, signal.SIGTERM:
+                self.handlers[number] = signal.signal(number, self.stop)
 
-    def __exit__(self, kind, error, traceback):  # whatever has ended the run, it leaves records
-        with undisturbed(forget=True):
-            self.over.set()
-            with suppress(OSError):  # the disk may be full
-                self.writer.close()
-            with suppress(OSError):  # nobody may be reading
-                self.bar.close()
-            self.watch.report(self.dir / f"stages{self.suffix}")
-            self.core_watcher.join()
-        for number in self.caught:
-            signal.signal(number, signal.SIG_DFL)
-        if kind is KeyboardInterrupt or kind is SystemExit and not error.code:
-            raise SystemExit(f"interrupted after {self.step:,} steps")
-        if "allocate" in str(error):  # as PyTorch says on each device
-            raise SystemExit(f"step {self.step:,}: {error}".splitlines()[0])
+    def tick(self):
+        """Ends an iteration; what comes after it knows whether it was the last one."""
+        self.watch.tick(self.step - self.start_step)
+        self.ending = self.stopped or self.step >= self.total_steps
 
-    def due(self, every, at_end=False):  # every so many steps (0: never), and when the run ends
-        if self.step >= self.total_steps:
+    def due(self, every, at_end=False):
+        """Whether the iteration passed a multiple of `every` steps (0: never), or was the last."""
+        if self.ending:
             return at_end or every > 0
         return every > 0 and self.step % every < self.steps_per_iteration
 
-    def log(self, metrics):  # {tag: number or tensor ()}; one that is not finite ends the run
-        row = {}
-        with self.stage("backpropagation"):  # whose work the first of these reads waits for
-            for tag, value in metrics.items():
-                row[tag] = float(value)
-                if not math.isfinite(row[tag]):
-                    raise SystemExit(f"step {self.step:,}: {tag} is not finite: {row[tag]}")
-        with self.stage("logging"):
-            speed = self.watch.measure(self.step - self.start_step)
-            row["charts/SPS"] = speed["sps"]
-            if speed["sps_steady"]:
-                row["charts/SPS_steady"] = speed["sps_steady"]
-            self.write(row)
+    def log(self, metrics):
+        """{tag: number or tensor ()} and the speed; a metric that is not finite ends the run."""
+        self.stage("backpropagation")  # reading a tensor waits for the updates that are queued
+        row = {tag: float(value) for tag, value in metrics.items()}
+        self.stage("logging")
+        for tag, value in row.items():
+            if not math.isfinite(value):
+                raise FloatingPointError(f"step {self.step:,}: {tag} is {value}")
+        row["charts/SPS"] = self.watch.measure()["sps"]
+        row["charts/cpu_seconds"] = time.process_time()
+        with suppress(Exception):  # without a GPU, or without nvidia-ml-py, which is optional
+            row["charts/gpu_percent"] = torch.cuda.utilization()
+        self.write(row)
+        with suppress(OSError):  # nobody reads any more
             self.bar.update(self.step - self.bar.n)
 
-    def write(self, row, step=None):  # {tag: number} to TensorBoard, at this step or another one
-        if "charts/episodic_return" in row:
-            self.bar.set_postfix_str(f"return {row['charts/episodic_return']:,.1f}", refresh=False)
-        with one_line(self.dir), undisturbed():  # a signal inside would keep TensorBoard's lock
-            for tag, value in row.items():
-                self.writer.add_scalar(tag, value, step or self.step)
+    def write(self, row, step=None):
+        """{tag: number} to TensorBoard; the progress bar shows the last return."""
+        for tag, value in row.items():
+            self.writer.add_scalar(tag, value, step or self.step)
+            if tag.endswith("_return"):
+                self.bar.set_postfix_str(f"{tag} {value:,.5g}", refresh=False)
 
-    def tick(self):  # ends an iteration, outside of every stage
-        self.watch.tick(self.step - self.start_step)
+    def save(self, agent, **state):
+        """checkpoint.pt, with the dictionaries of tensors or numbers that are given by name."""
+        for part in agent.state_dict(), *state.values():
+            for name, value in part.items():
+                if not torch.as_tensor(value).isfinite().all():
+                    raise FloatingPointError(f"step {self.step:,}: {name} is not finite")
+        state |= {"args": self.flags, "global_step": self.step, "agent": agent.state_dict()}
+        state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in agent.optimizers]
+        state["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        partial = self.dir / "checkpoint.partial"
+        torch.save(state, partial)
+        partial.replace(self.dir / "checkpoint.pt")  # a crash leaves the old one or the new one
 
+    def restore(self, agent):
+        """Networks, optimizers and generators; learning rates stay flags -> the checkpoint."""
+        checkpoint, self.checkpoint = self.checkpoint, None  # or its file would stay in memory
+        agent.load_state_dict(checkpoint["agent"])
+        for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": copy.deepcopy(state)})
+        cpu_state, *gpu_states = checkpoint["generators"]
+        torch.set_rng_state(cpu_state)
+        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        return checkpoint
 
-def watch_cores(over):  # OpenMP's threads wait awake, but asleep while others want the cores
-    before = seconds_without_core()
-    teams = []  # libgomp's threads sleep while its teams have more of them than there are cores
-    quiet = patience = 0  # seconds
-    ended = False
-    while not ended:
-        ended = over.wait(1)
-        now = seconds_without_core()
-        threads = torch.get_num_threads()
-        crowded = threads > 1 and now - before > 0.1 * threads
-        before = now
-        quiet = 0 if crowded else quiet + 1
-        if crowded and not teams and not ended:
-            patience = min(2 * patience + 1, 60)  # the others may be a simulator's, and come back
-            calm = threading.Event()
-            for _ in range(math.ceil(len(os.sched_getaffinity(0)) / (threads - 1))):
-                teams.append(threading.Thread(target=keep_team, args=[calm], daemon=True))
-                teams[-1].start()
-        elif teams and (ended or quiet >= patience):
-            calm.set()
-            for team in teams:  # at the end of the process none may be inside of PyTorch
-                team.join()
-            teams = []
-
-
-def keep_team(calm):  # of OpenMP: each thread that computes has its own
-    torch.ones(100_000).sum()
-    calm.wait()
-
-
-def seconds_without_core():  # how long threads of this process, summed, were ready but had no core
-    nanoseconds = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):  # the thread has ended
-            nanoseconds += int(path.read_text().split()[1])
-    return nanoseconds / 1e9
-
-
-def catch_signals():  # KeyboardInterrupt for all but those that are ignored, as under nohup
-    caught = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
-    for number in caught:
-        signal.signal(number, interrupt)
-    return caught
+    def close(self):
+        """Writes the records, and prints the speed unless an error has ended the run."""
+        atexit.unregister(self.close)
+        report = self.watch.measure()
+        steps = report["env_steps"] or 1
+        (self.dir / f"stages{self.suffix}").write_text(json.dumps(report, indent=2))
+        if self.watch.profiler:
+            self.watch.profiler.stop()
+            self.watch.profiler.export_chrome_trace(f"{self.dir}/trace.json.gz")
+        self.writer.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if not self.ending:
+            return
+        with suppress(OSError):  # nobody reads any more
+            self.bar.close()
+            for name, seconds in report["stages"].items():
+                print(f"{name:16}{1e6 * seconds / steps:12,.1f} us/step", file=sys.stderr)
+            print(f"{report['sps_steady'] or math.nan:,.1f} steps/s, {self.dir}", file=sys.stderr)
+        if self.stopped:
+            raise SystemExit(f"interrupted after {self.step:,} steps")
 
 
-def interrupt(number, frame):  # once: a second one would come in the middle of the records
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def parse_args(kind):
+    """The flags; with --resume, those that are not given are the checkpoint's."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--resume")
+    resume = parser.parse_known_args()[0].resume
+    return tyro.cli(kind, default=kind(**load_checkpoint(resume).get("args", {})))
 
 
-def parse_args(kind):  # with --resume, flags that are not given stay as they were
-    args = tyro.cli(kind)
-    if args.resume is not None:
-        args = tyro.cli(kind, default=kind(**load_checkpoint(args)["args"]))
-    for names, (least, most) in RANGES.items():  # other flags, of a copy, may be anything
-        for name in names.split():
-            value = getattr(args, name, None)
-            if value is not None and not least <= value <= most:
-                raise SystemExit(f"--{name.replace('_', '-')}: {value} is out of range")
-    return args
+def load_checkpoint(run_dir):
+    return torch.load(f"{run_dir}/checkpoint.pt", map_location="cpu", mmap=True) if run_dir else {}
 
 
-def load_checkpoint(args):  # of the run directory --resume; tensors are read when they are used
-    path = Path(args.resume, "checkpoint.pt")
-    try:
-        found = torch.load(path, map_location="cpu", mmap=True)
-        made_by = found["made_by"]
-        changed = set(found["args"]) ^ set(vars(args))
-    except Exception:
-        raise SystemExit(f"--resume: there is no {path} of this version") from None
-    if made_by != Path(__file__).name:
-        raise SystemExit(f"--resume: {path} was made by {made_by}")
-    if changed:
-        raise SystemExit(f"--resume: {path} is of other flags: {', '.join(sorted(changed))}")
-    return found
-
-
-def print_unless_disk_is_full(failure):  # TensorBoard's thread has met it; `write` says so, too
-    if failure.exc_type is not OSError:
-        threading.__excepthook__(failure)
-
-
-def make_directory(args):  # runs/ENVIRONMENT__EXPERIMENT__SEED__SECOND; the first that is free
-    runs = Path("runs")
-    with one_line(runs):
-        runs.mkdir(exist_ok=True)
+def make_directory(args):
+    """runs/ENVIRONMENT__EXPERIMENT__SEED__SECOND, the first one that is free."""
     for second in count(int(time.time())):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{second}"
-        path = runs / re.sub(r"[^\w.-]", "_", name)
-        with one_line(path), suppress(FileExistsError):
-            path.mkdir()
+        path = Path("runs", re.sub(r"[^\w.-]", "_", name))
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
             return path
-
-
-def check_env(args):  # says before the training what the environment or its videos lack
-    errors = Exception if args.capture_video else ImportError  # OpenGL has errors of all kinds
-    filmed = {"render_mode": "rgb_array"} if args.capture_video else {}
-    with one_line("--env-id", errors, gym.error.Error):
-        env = gym.make(args.env_id, **filmed)
-    if args.capture_video:
-        with one_line("--capture-video", Exception):
-            import moviepy  # noqa: F401
-
-            env.reset()
-            env.render()
-    env.close()
-
-
-@contextmanager
-def undisturbed(forget=False):  # a signal that comes meanwhile counts afterwards, or not at all
-    came = []
-    handlers = {}
-    for number in (*SIGNALS, signal.SIGCHLD):  # the last: a process of the run has died
-        handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if not forget:
-            for number in came:
-                signal.raise_signal(number)
-
-
-@contextmanager
-def one_line(what, *errors):  # no traceback where the disk, the memory or these are to blame
-    try:
-        yield
-    except BlockingIOError:
-        raise SystemExit(f"--resume: the run in {what} is still at work") from None
-    except (OSError, RuntimeError, *errors) as error:
-        if isinstance(error.__context__, OSError):  # torch.save hides it behind one of its own
-            error = error.__context__
-        text = str(error) or type(error).__name__
-        text = text.replace(":\n\t", ": ")  # which part does not fit is in PyTorch's second line
-        raise SystemExit(f"{what}: {text}".splitlines()[0]) from None
-
-
-@contextmanager
-def replacing(path):  # a file to write to: whenever the process dies, `path` is whole, old or new
-    partial = path.with_suffix(".partial")
-    try:
-        with one_line(path), partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_json(path, content):
-    with replacing(path) as file:
-        file.write(json.dumps(content, indent=2).encode())
 
 
 # <<< run <<<

@@ -1,5 +1,6 @@
 """Shared by all tests: the scripts as modules, the markers `slow` and `gpu`, the flag --slow."""
 
+import atexit
 import gc
 import os
 import re
@@ -48,10 +49,19 @@ def no_old_graphs(request):
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_reaches_pytest():
-    """Until its run begins, a script that is run as a program leaves Ctrl-C to the system."""
+def failed_runs_end_with_their_test(monkeypatch):
+    """A run that an error has ended keeps its signals, and writes its records at the exit."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    register = atexit.register
+
+    def register_unless_run(function, *rest, **options):
+        if type(getattr(function, "__self__", None)).__name__ != "Run":
+            register(function, *rest, **options)
+
+    monkeypatch.setattr(atexit, "register", register_unless_run)
     yield
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,7 @@
 """Environments that a process of its own can make: `gym.make("envs_for_workers:Ending-v0")`."""
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -41,6 +42,14 @@ class Counted(Ending):
         return super().step(action)
 
 
+class Drawing(Ending):
+    """Draws from the generators that all share, not from its own."""
+
+    def step(self, action):
+        obs, reward, *others = super().step(action)
+        return obs + random.random(), reward + np.random.normal(), *others
+
+
 class Mortal(Ending):
     """Fails in its third rollout of 8 steps."""
 
@@ -74,5 +83,5 @@ class Broken(Mortal):
         pass
 
 
-for environment in (Ending, Counted, Mortal, Killed, Broken):
+for environment in (Ending, Counted, Drawing, Mortal, Killed, Broken):
     gym.register(f"{environment.__name__}-v0", environment)

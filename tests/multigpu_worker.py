@@ -2,17 +2,18 @@
 
 Without torchrun, it starts two of them, faster: what both import is imported once.
 Its argument is JSON: `module`, `flags` of its Args, and of these what is wanted: `out`, a folder
-for what this process ends with; `kill`, [rank, minibatch], once; `apart`, without averaging;
-`fake`, games of fake_games.py; `restarts`, the lengths of runs, of which torchrun restarts all but
-the first.
+for what this process ends with; `strike`, [rank, method, call, signal], once: which process gets
+which signal in which call of `update`, or of `all_gather_object` at its end; `apart`, without
+averaging; `fake`, games of fake_games.py; `restarts`, the lengths of runs, of which torchrun
+restarts all but the first.
 """
 
 import importlib
 import json
 import os
-import signal
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 
 import envpool
@@ -27,15 +28,15 @@ def main(
     module: str,
     flags: dict,
     out: str = "",
-    kill: tuple = (-1, -1),
+    strike: tuple = (-1, "", -1, 0),
     apart: bool = False,
     fake: bool = False,
     restarts: tuple = (),
 ):
     script = importlib.import_module(f"leanrl.{module}")
     torch.set_default_dtype(torch.float64)  # in float32 even a run and itself drift apart
-    rank, agents, counts, games, seeds = int(os.environ["RANK"]), [], [], [], []
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    rank, agents, counts, games, seeds, firsts = int(os.environ["RANK"]), [], [], [], [], []
+    first, calls, run_dir = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", Counter(), None
     init, update = script.PPO.__init__, script.PPO.update
     average, gather = script.dist.all_reduce, script.dist.all_gather_object
 
@@ -48,13 +49,18 @@ def main(
     def updated(self, *arguments):
         counters = torch._dynamo.utils.counters
         counts.append((counters["stats"]["unique_graphs"], len(counters["graph_break"])))
-        if first and list(kill) == [rank, len(counts)]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        called("update")
         return update(self, *arguments)
 
-    def gathered(rows_of_all, rows):
-        games.extend(rows)
-        gather(rows_of_all, rows)
+    def gathered(wishes_of_all, wishes):
+        games.extend(wishes[-1])
+        gather(wishes_of_all, wishes)
+        called("all_gather_object")
+
+    def called(name):
+        calls[name] += 1
+        if first and list(strike[:3]) == [rank, name, calls[name]]:
+            os.kill(os.getpid(), strike[3])
 
     def play(env_id, num_envs, seed, **options):
         seeds.append(seed)
@@ -67,17 +73,18 @@ def main(
     script.dist.all_gather_object = gathered
     if rank > 0 and restarts:  # which rank 0's are to replace
         flags |= {"seed": 99, "learning_rate": 0.1, "exp_name": "other"}
-    firsts = []
-    for restart, total in enumerate(restarts or [flags["total_timesteps"]]):
-        if restart:
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
-        run_dir = script.main(script.Args(**flags | {"total_timesteps": total}))
-        firsts.append(agents[-1].state_dict())
-    if out:
-        states = [optimizer.state_dict()["state"] for optimizer in agents[-1].optimizers]
-        found = {"agent": agents[-1].state_dict(), "optimizers": states, "first": firsts[0]}
-        found |= {"counts": counts, "games": len(games), "seeds": seeds, "run_dir": str(run_dir)}
-        torch.save(found, Path(out, f"rank{rank}.pt"))
+    try:
+        for restart, total in enumerate(restarts or [flags["total_timesteps"]]):
+            if restart:
+                os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+            run_dir = script.main(script.Args(**flags | {"total_timesteps": total}))
+            firsts.append(agents[-1].state_dict())
+    finally:
+        if out:
+            states = [optimizer.state_dict()["state"] for optimizer in agents[-1].optimizers]
+            found = {"agent": agents[-1].state_dict(), "optimizers": states, "firsts": firsts}
+            found |= {"counts": counts, "games": len(games), "seeds": seeds}
+            torch.save(found | {"run_dir": str(run_dir)}, Path(out, f"rank{rank}.pt"))
 
 
 def start_two(wishes: dict) -> int:

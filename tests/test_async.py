@@ -110,7 +110,7 @@ def assert_sync_is_the_synchronous_script(kind):
     expected, found = read_scalars(one), read_scalars(other)
     assert {value for _, value in found["charts/staleness"]} == {0}
     assert found.keys() - OF_TWO == expected.keys()
-    for tag in expected.keys() - {"charts/SPS", "charts/SPS_steady"}:
+    for tag in expected.keys() - {"charts/SPS", "charts/cpu_seconds"}:
         np.testing.assert_allclose(found[tag], expected[tag], rtol=1e-3, atol=1e-3, err_msg=tag)
     assert len(found["losses/policy_loss"]) == 5
     assert [step for step, _ in found["charts/eval_return"]] == [128, 256, 320]
@@ -230,13 +230,12 @@ def test_a_stale_rollout_is_corrected(module):
 
 @FORKED
 @SCRIPTS
-def test_a_run_is_resumed(module, capsys):
+def test_a_run_is_resumed(module):
     """Networks, optimizer, statistics and counters come back; episodes begin, nothing is stale."""
     run_dir = train(module, total_timesteps=256, save_model=True)
     before = read_checkpoint(run_dir)
     flags = {"total_timesteps": 600, "learning_rate": 0.0, "num_steps": 48, "max_staleness": 2}
     train(module, **flags, save_model=True, resume=str(run_dir))
-    assert "resumed at step 256, with fresh episodes" in capsys.readouterr().err
     after, values = read_checkpoint(run_dir), read_scalars(run_dir)
     assert after["global_step"] == 256 + 4 * 96  # the first multiple of a rollout from 600 on
     assert_same(after["agent"], before["agent"])  # at a learning rate of 0
@@ -260,7 +259,8 @@ def test_a_collector_makes_what_it_is_told_and_says_what_happened(module, monkey
     """Five rollouts of a resumed run, in this process: who asks and who answers is the test."""
     spec = gym.envs.registration.EnvSpec("Named-v0", entry_point=lambda **_: Named())
     monkeypatch.setitem(gym.registry, "Named-v0", spec)
-    args = module.Args(env_id="Named-v0", num_envs=2, num_steps=8, gamma=0.9, seed=7)
+    flags = {"env_id": "Named-v0", "num_envs": 2, "num_steps": 8, "num_minibatches": 4}
+    args = module.Args(**flags, gamma=0.9, seed=7)
     agent, make_envs, gammas = module.PPO(args, 3, 2, CPU), module.make_envs, []
 
     def made(env_id, num_envs, gamma):
@@ -318,7 +318,7 @@ def test_a_collector_makes_what_it_is_told_and_says_what_happened(module, monkey
 
 @pytest.mark.usefixtures("backend")
 def test_numbers_that_a_copy_anneals_count_in_compiled_code():
-    """Each epoch has other coefficients: it compiles once more, then they are inputs."""
+    """Each epoch has another coefficient: it compiles once more, then they are inputs."""
     torch.manual_seed(0)
     reference = baseline.PPO(baseline.Args(**SMALL), OBS, A, CPU)
     agent = variant.PPO(variant.Args(**SMALL), OBS, A, CPU)
@@ -329,16 +329,21 @@ def test_numbers_that_a_copy_anneals_count_in_compiled_code():
     for name, tensor in vars(same_rollout).items():
         tensor.normal_()
         getattr(rollout, name).copy_(tensor)
-    for epoch, coefficient in enumerate((0.3, 0.2, 0.1, 0.05), start=1):
+
+    def agree(**numbers):
         for args in (reference.args, agent.args):
-            args.ent_coef = args.vf_coef = args.clip_coef = coefficient
-            args.gamma = 1 - coefficient
+            vars(args).update(numbers)
         order = torch.randperm(64)
         expected = reference.learn(reference.prepare(rollout, stale=True), order)
         found = agent.learn(agent.prepare(same_rollout), order)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+    for epoch, coefficient in enumerate((0.3, 0.2, 0.1, 0.05), start=1):
+        agree(ent_coef=coefficient, vf_coef=coefficient, gamma=1 - coefficient)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert graphs == min(epoch, 2), "compiled for each number"
+    for clip_coef in (0.01, 0.5, 0.3):  # compiles for each value: torch keeps the bounds of a clamp
+        agree(clip_coef=clip_coef)
     for parameter, other in zip(reference.parameters(), agent.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, atol=1e-5, rtol=0)
 
@@ -375,38 +380,41 @@ def test_acting_goes_on_while_learning(module, monkeypatch):
 # Death
 
 
-@SLOW
 @pytest.mark.parametrize(
-    ("module", "env_id", "how"),
-    [
-        (baseline, "Mortal-v0", "exit status 1"),
-        (variant, "Killed-v0", "killed by SIGKILL"),
-    ],
+    ("module", "env_id", "code"), [(baseline, "Mortal-v0", 1), (variant, "Killed-v0", -9)]
 )
-def test_a_dead_collector_is_noticed_while_learning(module, env_id, how, monkeypatch, capfd):
-    """The third rollout dies while the learner is busy with the second, for minutes."""
-
-    def learn_for_long(self, *_):
-        if Path("one").exists():
-            time.sleep(PATIENCE)
-            pytest.fail("nobody has noticed it")
-        Path("one").touch()
-        return dict.fromkeys(("losses/clipfrac", "losses/approx_kl"), torch.zeros(1))
-
-    monkeypatch.setattr(module.PPO, "learn", learn_for_long)
+def test_a_dead_collector_ends_the_run(module, env_id, code, capfd):
+    """In its third rollout, as the learner next waits for it."""
     flags = {"env_id": f"envs_for_workers:{env_id}", "num_steps": 8, "num_envs": 1}
-    with pytest.raises(SystemExit, match=f"^the collector died: {how}$"):
-        train(module, **flags, update_epochs=1, total_timesteps=8000)
-    assert ("the simulation is unstable" in capfd.readouterr().err) == (env_id == "Mortal-v0")
+    with pytest.raises(RuntimeError, match=f"^the collector died: exit code {code}$"):
+        train(module, **flags, update_epochs=1, total_timesteps=8000, checkpoint_every=8)
+    said = "ArithmeticError: the simulation is unstable" in capfd.readouterr().err
+    assert said == (env_id == "Mortal-v0")
     (run_dir,) = Path("runs").iterdir()
-    assert (run_dir / "stages.json").exists()
-    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+    assert read_checkpoint(run_dir)["global_step"] == 16
+
+
+@FORKED
+@SCRIPTS
+def test_workers_draw_from_seeded_generators(module):
+    """As the synchronous script's environments, which draw from those that all share."""
+    reference = sync_baseline if module is baseline else sync_variant
+    flags = {"env_id": "envs_for_workers:Drawing-v0", "total_timesteps": 3 * 64}
+    flags |= {"save_model": True, "eval_every": 64, "eval_episodes": 2}
+    expected = train(reference, **flags)
+    one, other = (train(module, **flags, sync=True) for _ in range(2))
+    found = [read_checkpoint(each)["statistics"] for each in (expected, one, other)]
+    assert_same(found[1], found[0], 1e-3)
+    assert_same(found[2], found[1])
+    evaluations = [read_scalars(each)["charts/eval_return"] for each in (expected, one, other)]
+    np.testing.assert_allclose(evaluations[1], evaluations[0], rtol=1e-3)
+    assert evaluations[2] == evaluations[1] and len(evaluations[1]) == 3
 
 
 @FORKED
 def test_a_nan_ends_the_run_before_a_checkpoint_is_written():
     flags = {"env_id": "envs_for_workers:Broken-v0", "num_steps": 8, "num_envs": 1}
-    with pytest.raises(SystemExit, match="^steps 16 to 24: observation or reward is not finite$"):
+    with pytest.raises(FloatingPointError, match=r"^step 24: losses/\w+ is nan$"):
         train(baseline, **flags, total_timesteps=800, checkpoint_every=8)
     assert read_checkpoint(next(Path("runs").iterdir()))["global_step"] == 16
 
@@ -451,16 +459,15 @@ def shared_memory() -> set[str]:
     ("module", "whom", "how", "last_words"),
     [
         (baseline, "all", signal.SIGINT, r"interrupted after [\d,]+ steps"),  # as a terminal does
-        (baseline, "all", signal.SIGHUP, r"interrupted after .*"),
         (variant, "all", signal.SIGINT, r"interrupted after .*"),
         (baseline, "learner", signal.SIGTERM, r"interrupted after .*"),
         (baseline, "learner", signal.SIGKILL, None),
-        (variant, "evaluator", signal.SIGKILL, "the evaluator died: killed by SIGKILL"),
-        (baseline, "collector", signal.SIGTERM, "the collector died: exit status 0"),
+        (variant, "evaluator", signal.SIGKILL, "RuntimeError: the evaluator died: exit code -9"),
+        (baseline, "collector", signal.SIGTERM, "RuntimeError: the collector died: exit code 0"),
     ],
 )
 def test_nothing_is_left_behind(module, whom, how, last_words):
-    """No process and no shared memory, whatever ends the run; one line says what did."""
+    """No process and no shared memory, whatever ends the run; the last line says what did."""
     before = shared_memory()
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     flags += ["--total-timesteps=10000000", "--checkpoint-every=640", "--eval-every=640"]
@@ -483,8 +490,9 @@ def test_nothing_is_left_behind(module, whom, how, last_words):
     wait_until(lambda: not alive(children))
     assert shared_memory() <= before
     if last_words:
-        assert process.returncode == 1 and "Traceback" not in errors, errors[-3000:]
-        assert re.fullmatch(last_words, errors.splitlines()[-1])
+        assert process.returncode == 1, errors[-3000:]
+        assert ("Traceback" in errors) == ("Error" in last_words), errors[-3000:]
+        assert re.search(f"^{last_words}$", errors, re.MULTILINE), errors[-3000:]
         (run_dir,) = Path("runs").iterdir()
         for report in ("stages.json", "stages_collector.json"):
             assert json.loads((run_dir / report).read_text())["stages"]
@@ -571,26 +579,17 @@ def test_nothing_lands_on_the_wrong_device(monkeypatch):
 
 
 @SCRIPTS
-@pytest.mark.parametrize(
-    ("flags", "count", "message"),
-    [
-        ({"collector_device": "cuda"}, 0, "--collector-device: this machine has cpu"),
-        ({"learner_device": "gpu"}, 0, "--learner-device: this machine has cpu"),
-        ({"eval_device": "cuda:2"}, 2, "--eval-device: this machine has cpu, cuda, cuda:0, cuda:1"),
-        ({"eval_device": "cuda:1", "learner_device": "cuda"}, 2, None),
-        ({"max_staleness": -1}, 0, "--max-staleness: -1 is out of range"),
-        ({"max_staleness": 0}, 0, None),
-    ],
-    ids=str,
-)
-def test_settings_are_checked(module, flags, count, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    monkeypatch.setattr(sys, "argv", [module.__file__, *words])
-    if message is None:
-        return module.check_args(module.parse_args(module.Args))
-    with pytest.raises(SystemExit, match=f"^{message}$"):
-        module.check_args(module.parse_args(module.Args))
+def test_a_device_that_is_not_there_is_named(module, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.append(index))
+    current = []
+    for name in ("cpu", "cuda", "cuda:1"):
+        assert module.use_device(name) == torch.device(name)
+    assert current == [0, 1]
+    with pytest.raises(ValueError, match="^this machine has no device cuda:2$"):
+        module.use_device("cuda:2")
+    with pytest.raises(RuntimeError, match="gpu"):
+        module.use_device("gpu")
 
 
 # Whole runs
@@ -603,8 +602,7 @@ def test_run_from_end_to_end(tmp_path):
     run_dir, config, stages, values = read_run(tmp_path)
     if not torch.cuda.is_available():
         assert "--cudagraphs: without CUDA it has no effect" in result.stderr
-    for name in ("stages.json", "stages_collector.json"):
-        assert f"steps/s, runs/{run_dir.name}/{name}" in result.stderr
+    assert f"steps/s, runs/{run_dir.name}" in result.stderr
     assert config["args"]["collector_device"] == "cpu"
     steady = 896 - 3 * 128
     assert stages["env_steps"] == steady and stages["sps_steady"] > 0

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import inspect
-import math
 import os
 import re
 import subprocess
@@ -167,7 +166,7 @@ def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
     assert 0 < read_scalars(run_dir)["charts/eval_return"][-1][1] < 200 * 0.6
     # a motor without limits would do nothing: its action space would be [0, 0]
     Path("balance.xml").write_text(xml.replace('ctrlrange="-1 1" ctrllimited="true"', ""))
-    with pytest.raises(SystemExit, match=r"^--env-id: balance.xml has an actuator without a ctrl"):
+    with pytest.raises(ValueError, match=r"^--env-id: balance.xml has an actuator without a ctrl"):
         ppo_mujoco_gpu.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
 
 
@@ -199,36 +198,22 @@ def test_help_explains_every_flag(script, capsys, monkeypatch):
         assert " ".join(source[field.name].split()) in shown, field.name
 
 
-POSITIVE = """total_timesteps num_envs num_steps num_minibatches update_epochs eval_episodes
-batch_size buffer_size learning_starts utd_ratio policy_frequency target_network_frequency clip_coef
-max_grad_norm target_kl alpha exploration_fraction"""
-AT_MOST = dict.fromkeys("gamma gae_lambda q_lambda tau start_e end_e".split(), 1.001)
-AT_MOST |= {"randomize": 0.91, "num_envs": 10**8, "num_steps": 10**8, "batch_size": 10**8}
+BETWEEN_0_AND_1 = {"gamma", "gae_lambda", "q_lambda", "tau"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_number_has_a_range(script, monkeypatch):
-    """What is out of it is named in one line, by the flag, before any work."""
+def test_what_would_train_wrongly_is_refused_by_its_flag(script, monkeypatch, capsys):
+    """A discount of more than 1, say, or a run that ends before it has learned."""
     module = SCRIPTS[script]
-    accepted = []
-    for field in dataclasses.fields(module.Args):
-        whole, real = "int" in str(field.type), "float" in str(field.type)
-        if whole or real:
-            flag = f"--{field.name.replace('_', '-')}"
-            values = [-1, 10**13] if whole else [-1.0, 1e13, math.nan, math.inf, -math.inf]
-            if field.name in POSITIVE.split():
-                values.append(0)
-            if field.name in AT_MOST:
-                values.append(AT_MOST[field.name])
-            for x in values:
-                monkeypatch.setattr(sys, "argv", [script, f"{flag}={x}"])
-                try:
-                    module.parse_args(module.Args)
-                except SystemExit as end:
-                    assert re.fullmatch(f"{flag}: .*", end.code), end.code
-                else:
-                    accepted.append((field.name, x))
-    assert not accepted
+    names = BETWEEN_0_AND_1 & {field.name for field in dataclasses.fields(module.Args)}
+    assert names
+    bad = [(name, x) for name in names for x in (-0.001, 1.001)] + [("total_timesteps", 1)]
+    for name, x in bad:
+        flag = f"--{name.replace('_', '-')}"
+        monkeypatch.setattr(sys, "argv", [script, f"{flag}={x}"])
+        with pytest.raises(SystemExit) as end:
+            module.parse_args(module.Args)
+        assert end.value.code and flag in capsys.readouterr().err, (name, x)
 
 
 def test_imports_have_no_side_effects(tmp_path):

@@ -363,9 +363,8 @@ def test_what_a_task_reads_is_mujocos_data(reads, physics, monkeypatch):
 def test_what_a_physics_cannot_give_is_refused(physics, monkeypatch):
     task = baseline.TASKS["HalfCheetah-v5"]._replace(reads=("xposs",))
     monkeypatch.setitem(baseline.TASKS, "HalfCheetah-v5", task)
-    with pytest.raises(SystemExit, match="xposs") as error:
+    with pytest.raises((AttributeError, ValueError), match="xposs"):
         make_envs("HalfCheetah-v5", 2, physics)
-    assert str(error.value).startswith("--") and "\n" not in str(error.value)
 
 
 # Parity
@@ -501,13 +500,11 @@ def test_whole_runs_agree_evaluate_and_resume():
         for tag in ("charts/episodic_return", "charts/eval_return", "charts/broken_worlds"):
             assert series[-1][tag] and len(series[-1][tag]) == len(series[0][tag])
         for tag in series[0]:
-            if not tag.startswith(("charts/S", "charts/warmup", "charts/eval")):
+            if not tag.startswith(("charts/S", "charts/cpu", "charts/eval")):
                 found = series[-1][tag]
                 np.testing.assert_allclose(found, series[0][tag], 1e-2, 1e-3, err_msg=tag)
     again = train(variant, **flags | {"total_timesteps": 1280}, resume=str(run_dir))
     assert again == run_dir and read_checkpoint(run_dir)["global_step"] == 1280
-    with pytest.raises(SystemExit, match="no iteration is left after 1,280 steps"):
-        train(variant, **flags | {"total_timesteps": 1280}, resume=str(run_dir))
 
 
 def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
@@ -522,7 +519,7 @@ def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
         run_dir = train(module, **flags, **more, exp_name=f"{len(found)}")
         found.append((read_checkpoint(run_dir), read_scalars(run_dir)))
     (expected, rows), *others = found
-    timed = "charts/S", "charts/warmup", "charts/eval"  # a pole's fall counts whole steps
+    timed = "charts/S", "charts/cpu", "charts/eval"  # a pole's fall counts whole steps
     assert len(rows["losses/qf_loss"]) == 15 and len(rows["charts/episodic_return"]) > 15
     assert len(rows["charts/eval_return"]) == 1 and len(rows["charts/broken_worlds"]) == 20
     for checkpoint, its_rows in others:
@@ -539,14 +536,12 @@ def test_whole_runs_of_sac_agree_evaluate_and_resume(monkeypatch):
                 assert (
                     x - y
                 ).abs().mean() < 1e-4  # Adam makes much of the last bit, here and there
-        fields = expected["replay"]["data"].values()
-        data = torch.cat([x.reshape(496, -1) for x in fields], dim=1)
-        torch.testing.assert_close(checkpoint["replay"]["data"], data, rtol=1e-2, atol=1e-2)
+        fields = [x for x in expected["replay"].values() if isinstance(x, torch.Tensor)]
+        stored = torch.cat([x.reshape(496, -1) for x in fields], dim=1)
+        torch.testing.assert_close(checkpoint["replay"]["rows"], stored, rtol=1e-2, atol=1e-2)
     flags |= {"total_timesteps": 900, "exp_name": "2"}
     again = train(sac_variant, **flags, resume=str(run_dir))
     assert again == run_dir and read_checkpoint(run_dir)["global_step"] == 896  # 112 steps of 8
-    with pytest.raises(SystemExit, match="no iteration is left"):
-        train(sac_variant, **flags, resume=str(run_dir))
 
 
 @pytest.mark.usefixtures("backend")
@@ -598,10 +593,13 @@ def test_graphed_runs_agree_with_eager(module, compiled):
 PPO_ON_GPU = {"num_envs": 4096, "num_steps": 16, "total_timesteps": 4096 * 16 * 10}
 SAC_ON_GPU = {"num_envs": 4096, "utd_ratio": 0.001, "batch_size": 8192, "learning_starts": 8192}
 SAC_ON_GPU |= {"buffer_size": 500_000, "total_timesteps": 4096 * 250}
-PPO_WAITS = "row[tag] = float(value)", "exponential_average_factor = 1.0 / float("  # BatchNorm's
+PPO_WAITS = (
+    "row = {tag: float(value) for",
+    "exponential_average_factor = 1.0 / float(",
+)  # BatchNorm's
 PPO_WAITS += ("episode_returns = rollout.episode_returns[known]",)
 PPO_WAITS += ("episode_lengths = rollout.episode_lengths[known]",)
-SAC_WAITS = "total_return, total_length, episodes = totals.tolist()", "row[tag] = float(value)"
+SAC_WAITS = "total_return, total_length, episodes = totals.tolist()", "row = {tag: float(value) for"
 
 
 def test_the_lines_that_may_wait_are_there():
@@ -638,29 +636,17 @@ def test_only_rows_of_metrics_wait_for_the_device(module, flags, captured, waiti
     assert lines and all(line.startswith(waiting) for line in lines), lines
 
 
-MANY = {"num_envs": 10**9, "total_timesteps": 10**11, "physics": "c"}
-
-
 @ALL_SCRIPTS
-def test_what_a_user_gets_wrong(module, monkeypatch):
-    for flags, said in (
-        ({"env_id": "CartPole-v1"}, "--env-id: CartPole-v1 is none of HalfCheetah-v5, "),
-        ({"num_envs": 0}, "--num-envs: 0 is out of range"),
-        (MANY, "--num-envs: 1000000000 is out of range"),
-        ({"gamma": math.nan}, "--gamma: nan is out of range"),
-    ):
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-        monkeypatch.setattr(sys, "argv", [name_of(module), *words])
-        with pytest.raises(SystemExit) as error:
-            module.main(module.parse_args(module.Args))
-        assert str(error.value).startswith(said) and "\n" not in str(error.value)
-    with pytest.raises(SystemExit, match="^--num-envs: 1,000,000,000 worlds of 20 kB do not"):
-        train(module, **MANY)
-    if HAS_WARP:
-        with pytest.raises(SystemExit, match="^--num-envs: 1,000,000,000 worlds: "):
-            train(module, **MANY | {"physics": "warp"})
+def test_what_a_user_gets_wrong(module, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="^--env-id: CartPole-v1 is none of HalfCheetah-v5, "):
+        train(module, env_id="CartPole-v1")
+    for words, flag in (("--gamma=nan", "--gamma"), ("--total-timesteps=1", "--total-timesteps")):
+        monkeypatch.setattr(sys, "argv", [name_of(module), words])
+        with pytest.raises(SystemExit):
+            module.parse_args(module.Args)
+        assert flag in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "mujoco_warp", None)
-    with pytest.raises(SystemExit, match=r"pip install -r requirements/mujoco-warp\.txt"):
+    with pytest.raises(ImportError, match="mujoco_warp"):
         train(module, total_timesteps=1024, physics="warp")
     assert not Path("runs").exists()
 
@@ -670,7 +656,7 @@ def test_minibatches_have_two_steps_or_more(module):
     for num_envs, num_steps, num_minibatches in ((7, 5, 2), (2, 2, 4)):
         sizes = {"num_envs": num_envs, "num_steps": num_steps, "num_minibatches": num_minibatches}
         steps = num_envs * num_steps
-        with pytest.raises(SystemExit, match=f"^--num-minibatches: does not divide {steps} steps"):
+        with pytest.raises(ValueError, match=f"^--num-minibatches: {steps} steps, two or more"):
             train(module, total_timesteps=1024, **sizes)
 
 

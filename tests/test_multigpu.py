@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 from fake_games import FakeGames
-from test_sac import read_scalars
+from helpers import read_checkpoint, read_scalars
 from test_sac_parity import assert_hunks_are_marked, backend  # noqa: F401
 
 envpool = pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
@@ -44,10 +43,6 @@ def in_tmp_path(tmp_path, monkeypatch, one_thread):
     yield
     if dist.is_initialized():  # a run that a check ended
         dist.destroy_process_group()
-
-
-def checkpoint_of(run_dir) -> dict:
-    return torch.load(Path(run_dir, "checkpoint.pt"), weights_only=True)
 
 
 def train(module, **flags) -> Path:
@@ -139,14 +134,9 @@ def assert_same_rows(expected: Path, found: Path) -> None:
     """All that is logged but speed; games that end in the same step may be in another order."""
     expected, found = read_scalars(expected), read_scalars(found)
     assert expected.keys() == found.keys()
-    for tag in (tag for tag in expected if not tag.startswith(("charts/S", "charts/w"))):
+    for tag in expected.keys() - {"charts/SPS", "charts/cpu_seconds", "charts/gpu_percent"}:
         rows = sorted(expected[tag]), sorted(found[tag])
         np.testing.assert_allclose(*rows, atol=1e-5, rtol=1e-4, err_msg=tag)
-
-
-def said_by_ranks(err: str) -> list[str]:
-    """The beginnings of what the processes say, in their order; a progress bar may precede them."""
-    return sorted(re.findall(r"rank \d: (?:interrupted after|another process is gone)", err))
 
 
 # Two processes and one
@@ -167,7 +157,7 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
     with started(*ask(baseline, together, **wishes)) as process:
         with union_of_shares(2):
             alone = train(single, **FAKE, total_timesteps=128, exp_name="alone")
-            half = checkpoint_of(alone)
+            half = read_checkpoint(alone)
             train(single, **FAKE, total_timesteps=256, exp_name="alone", resume=str(alone))
         status, err = finish(process)
     assert status == 0, err
@@ -177,9 +167,9 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
     assert len(list(Path("runs").iterdir())) == 2 and err.count(" steps/s, runs/") == 2
     names = {path.name for path in run_dir.iterdir() if not path.name.startswith("events")}
     records = {"config.json", "stages.json", "config_128.json", "stages_128.json"}
-    assert names == records | {"checkpoint.pt", ".lock"}
+    assert names == records | {"checkpoint.pt"}
     assert len(list(run_dir.glob("events*"))) == 2
-    expected, found = checkpoint_of(alone), checkpoint_of(run_dir)
+    expected, found = read_checkpoint(alone), read_checkpoint(run_dir)
     assert found["args"]["learning_rate"] == expected["args"]["learning_rate"]
     assert_close(expected, found, 1e-10)
     for key in "optimizers", "generators":
@@ -188,9 +178,9 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
     assert len(read_scalars(run_dir)["charts/eval_return"]) == 2
 
     ranks = [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    for key in "agent", "optimizers", "first":
+    for key in "agent", "optimizers", "firsts":
         torch.testing.assert_close(ranks[0][key], ranks[1][key], atol=0, rtol=0)  # bit for bit
-    assert_close(half, {"agent": ranks[1]["first"]}, 1e-10)
+    assert_close(half, {"agent": ranks[1]["firsts"][0]}, 1e-10)
     assert [rank["run_dir"] for rank in ranks] == [str(run_dir), "None"]
     games = [rank["games"] for rank in ranks]
     assert sum(games) == len(read_scalars(run_dir)["charts/episodic_length"]) and min(games) > 3
@@ -218,7 +208,7 @@ def test_two_processes_play_envpools_games_as_one_does(module, flags, tmp_path):
     (run_dir,) = Path("runs").glob("*together*")
     stages = json.loads((run_dir / "stages.json").read_text())
     assert stages["env_steps"] == ROLLOUT * (rollouts - 3)
-    assert_close(checkpoint_of(alone), checkpoint_of(run_dir), 1e-10)
+    assert_close(read_checkpoint(alone), read_checkpoint(run_dir), 1e-10)
     assert_same_rows(alone, run_dir)
     ranks = [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     assert_close(*ranks, 0)  # bit for bit
@@ -291,7 +281,7 @@ def assert_one_process_is_the_script_for_one(module, reference, flags, **speed):
         runs.append(train(each, **whole, **more, resume=str(run_dir)))
     graphs = 3 if module is variant else 0  # acting, gradient, step
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
-    one, other = map(checkpoint_of, runs)
+    one, other = map(read_checkpoint, runs)
     assert_close(one, other, 1e-6)
     assert other["global_step"] == 64
     torch.testing.assert_close(one["optimizers"], other["optimizers"], atol=1e-6, rtol=0)
@@ -305,7 +295,7 @@ def test_advantages_are_normalized_by_what_all_have(norm_adv):
     advantages = np.random.default_rng(0).normal(3, 2, (2, 12))
     torch.manual_seed(0)
     orders = torch.stack([torch.randperm(12), torch.randperm(12)])
-    args = baseline.Args(num_minibatches=3, norm_adv=norm_adv)
+    args = baseline.Args(num_envs=2, num_steps=12, num_minibatches=3, norm_adv=norm_adv)
     found = baseline.normalize(torch.from_numpy(advantages), orders, args)
     assert found.shape == (2, 3, 4)
     for m in range(3):
@@ -331,9 +321,12 @@ def test_a_coefficient_that_a_copy_anneals_counts_in_compiled_code():
         log_probs=torch.full((64,), -1.4),
         **columns,
     )
-    for count, ent_coef in enumerate((0.01, 0.1, 0.5, 0.9), start=1):
+    # torch keeps the bounds of a clamp, so it compiles for each clip_coef
+    coefs = [(0.01, 0.1), (0.1, 0.1), (0.5, 0.1), (0.9, 0.1), (0.9, 0.01), (0.9, 0.5)]
+    for count, (ent_coef, clip_coef) in enumerate(coefs, start=1):
         for args in (reference.args, agent.args):
-            args.ent_coef = args.clip_coef = ent_coef
+            args.ent_coef = ent_coef
+            args.clip_coef = clip_coef
         index, advantages = torch.randperm(64)[:32], torch.randn(32)
         expected, found = (x.gradient(batch, index, advantages) for x in (reference, agent))
         torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
@@ -341,7 +334,8 @@ def test_a_coefficient_that_a_copy_anneals_counts_in_compiled_code():
         agent.step(found[0])
         assert_close({"agent": reference.state_dict()}, {"agent": agent.state_dict()}, 1e-9)
         # both of these once, and the gradient a second time, from when on the number is an input
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == min(count + 1, 3)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert count > 4 or graphs == min(count + 1, 3)
 
 
 @pytest.mark.gpu
@@ -350,12 +344,12 @@ def test_graphed_runs_agree_with_eager(flags):
     """One process and NCCL: rollouts before, at and after the capture of every graph."""
     flags = SMALL | flags | {"total_timesteps": ROLLOUT * 5, "cuda": True}
     still = variant.Args(**flags | {"learning_rate": 0.0}, exp_name="start")
-    start = checkpoint_of(variant.main(still))["agent"]
-    eager = checkpoint_of(variant.main(variant.Args(**flags, exp_name="eager")))["agent"]
+    start = read_checkpoint(variant.main(still))["agent"]
+    eager = read_checkpoint(variant.main(variant.Args(**flags, exp_name="eager")))["agent"]
     for compiled in (False, True):
         name = f"graphed-{compiled}"
         args = variant.Args(**flags, cudagraphs=True, compile=compiled, exp_name=name)
-        test_atari.assert_learned_alike(start, eager, checkpoint_of(variant.main(args))["agent"])
+        test_atari.assert_learned_alike(start, eager, read_checkpoint(variant.main(args))["agent"])
 
 
 def test_differing_hunks_are_marked():
@@ -372,24 +366,48 @@ def test_what_one_process_needs_is_the_same_to_the_letter():
 # Processes that die
 
 
-@pytest.mark.slow
+ENDLESS = SMALL | {"num_steps": 16, "total_timesteps": 10**6, "eval_every": 10**6}  # 64 a rollout
+
+
+@pytest.mark.parametrize(
+    ("struck", "method", "call"),
+    [(1, "update", UPDATES + 3), (0, "all_gather_object", 1)],
+    ids=["while learning", "after they have agreed to go on"],
+)
+def test_sigterm_to_one_process_ends_all_after_the_same_iteration(struck, method, call, tmp_path):
+    """The second one: with a checkpoint, records, equal weights, but without an evaluation."""
+    strike = [struck, method, call, signal.SIGTERM]
+    with started(*ask(baseline, ENDLESS, fake=True, out=str(tmp_path), strike=strike)) as process:
+        status, err = finish(process)
+    assert status == 1, err  # of rank 0 alone, which says why
+    assert err.splitlines()[-1] == "interrupted after 128 steps", err
+    assert "Traceback" not in err
+    (run_dir,) = Path("runs").iterdir()
+    assert read_checkpoint(run_dir)["global_step"] == 128
+    assert [step for step, _ in read_scalars(run_dir)["losses/entropy"]] == [64, 128]
+    assert json.loads((run_dir / "stages.json").read_text())["iterations"] == 2
+    ranks = [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert [len(rank["counts"]) for rank in ranks] == [UPDATES * 2] * 2
+    assert [len(rank["seeds"]) for rank in ranks] == [1, 1], "an evaluation"
+    assert_close(*ranks, 0)
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_others_end_when_a_process_is_killed(killed):
-    """Before torchrun, which here looks only now and then, tells them to."""
-    endless = SMALL | {"total_timesteps": 10**6, "checkpoint_every": ROLLOUT}
-    command = ask(baseline, endless, kill=[killed, UPDATES + 3])
-    with torchrun(*command, monitor_interval=5) as process:
+    """By an error of their own: nobody else ends them here."""
+    strike = [killed, "update", UPDATES + 3, signal.SIGKILL]
+    flags = ENDLESS | {"checkpoint_every": 64}
+    with started(*ask(baseline, flags, fake=True, strike=strike)) as process:
         status, err = finish(process)
-    assert status != 0
-    assert said_by_ranks(err) == [f"rank {1 - killed}: another process is gone"]
-    assert 'multigpu_worker.py", line' not in err  # torchrun's own traceback is all
+    assert status == 2
+    assert err.count("Traceback") == 1 and "gloo/transport" in err, err
     (run_dir,) = Path("runs").iterdir()
-    assert checkpoint_of(run_dir)["global_step"] == ROLLOUT
+    assert read_checkpoint(run_dir)["global_step"] == 64
     assert (run_dir / "stages.json").exists() == (killed == 1)
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_all_cleanly():
+def test_sigterm_to_torchrun_ends_all_with_their_records():
     endless = (*FEW, "--total-timesteps=1000000", f"--checkpoint-every={ROLLOUT}")
     with torchrun(baseline.__file__, *endless) as process:
         deadline = time.monotonic() + PATIENCE
@@ -398,24 +416,24 @@ def test_an_interrupt_ends_all_cleanly():
         process.terminate()
         status, err = finish(process)
     assert status != 0
-    said = said_by_ranks(err)
-    assert [line[:7] for line in said] == ["rank 0:", "rank 1:"], err
-    assert all(line[8:] in ("interrupted after", "another process is gone") for line in said), err
-    assert "leanrl/ppo" not in "".join(line for line in err.splitlines() if "File " in line), err
     (run_dir,) = Path("runs").iterdir()
-    assert (run_dir / "stages.json").exists() and checkpoint_of(run_dir)
+    steps = read_checkpoint(run_dir)["global_step"]
+    assert f"interrupted after {steps:,} steps" in err, err
+    assert "leanrl/ppo" not in "".join(line for line in err.splitlines() if "File " in line), err
+    stages = json.loads((run_dir / "stages.json").read_text())
+    assert steps == read_scalars(run_dir)["charts/SPS"][-1][0] and stages["iterations"] > 0
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_that_lost_a_process():
     total = ROLLOUT * 3
     flags = SMALL | {"total_timesteps": total, "checkpoint_every": ROLLOUT}
-    with torchrun(*ask(baseline, flags, kill=[1, UPDATES + 3]), max_restarts=1) as process:
+    strike = [1, "update", UPDATES + 3, signal.SIGKILL]
+    with torchrun(*ask(baseline, flags, strike=strike), max_restarts=1) as process:
         status, err = finish(process)
     assert status == 0, err
     (run_dir,) = Path("runs").iterdir()
-    assert err.count("resumed at step 128, with fresh episodes") == 2
-    assert checkpoint_of(run_dir)["global_step"] == total
+    assert read_checkpoint(run_dir)["global_step"] == total
     steps = {step for step, _ in read_scalars(run_dir)["charts/learning_rate"]}
     assert steps == set(range(ROLLOUT, total + 1, ROLLOUT))
     assert (run_dir / "config_128.json").exists()
@@ -427,10 +445,12 @@ def test_torchrun_restarts_a_run_without_a_checkpoint_from_its_beginning():
     flags = SMALL | {"total_timesteps": ROLLOUT * 2}
     other = train(baseline, total_timesteps=ROLLOUT)
     before = (other / "checkpoint.pt").read_bytes()
-    with torchrun(*ask(baseline, flags, kill=[0, UPDATES + 3]), max_restarts=1) as process:
+    strike = [0, "update", UPDATES + 3, signal.SIGKILL]
+    with torchrun(*ask(baseline, flags, strike=strike), max_restarts=1) as process:
         status, err = finish(process)
-    assert status == 0 and "resumed" not in err, err
+    assert status == 0, err
     assert (other / "checkpoint.pt").read_bytes() == before
+    assert not list(Path("runs").glob("*/config_*.json")), "a run that has resumed"
     assert len(list(Path("runs").glob("*/checkpoint.pt"))) == 2
 
 
@@ -446,7 +466,7 @@ def test_two_processes_resume_what_one_has_begun(tmp_path):
     with torchrun(*ask(baseline, flags, out=str(tmp_path))) as process:
         status, err = finish(process)
     assert status == 0, err
-    expected, found = map(checkpoint_of, ("alone", part))
+    expected, found = map(read_checkpoint, ("alone", part))
     assert found["global_step"] == ROLLOUT * 4
     assert_close(expected, found, 1e-10)
     torch.testing.assert_close(expected["optimizers"], found["optimizers"], atol=1e-10, rtol=0)
@@ -459,19 +479,10 @@ def test_two_processes_resume_what_one_has_begun(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "flags", "words"),
-    [
-        (3, {}, "--num-envs, --num-minibatches: 3 processes cannot have .*"),
-        (4, {"num_steps": 3}, "--num-envs, --num-minibatches: 4 processes cannot have .*"),
-        (
-            1,
-            {"num_steps": 3, "num_minibatches": 5},
-            "--num-minibatches: does not divide .*",
-        ),
-    ],
+    ("world_size", "flags"), [(3, {}), (4, {"num_steps": 3})], ids=["envs", "minibatches"]
 )
-def test_bad_input_is_one_line(world_size, flags, words, monkeypatch):
+def test_processes_without_equal_shares_are_refused(world_size, flags, monkeypatch):
     monkeypatch.setattr(variant, "WORLD_SIZE", world_size)
-    with pytest.raises(SystemExit, match=f"^{words}$"):
+    with pytest.raises(ValueError, match=f"^--num-envs.* {world_size} processes"):
         train(variant, **flags)
     assert not Path("runs").exists() and not dist.is_initialized()

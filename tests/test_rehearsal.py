@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from test_resume import assert_same
+from helpers import assert_same
 from torch.utils import cpp_extension
 
 REHEARSAL = str(ROOT / "tests" / "cuda_rehearsal.py")
@@ -359,10 +359,12 @@ def test_a_script_on_cuda_computes_what_it_computes_on_the_cpu(group, name, foun
 # Per step of SAC and TD3, otherwise per rollout: for what acts elsewhere, and for rows of metrics,
 # of which the first read waits and the others find what they want
 def row(rate: float, count: int) -> dict:
-    return {"row[tag] = float(value)": rate * count, "torch.cuda.synchronize()": rate}
+    waits = rate if rate == 1 else 2 * rate  # many short iterations: one of them is a sample
+    return {"row = {tag: float(value)": rate * count, "torch.cuda.synchronize()": waits}
 
 
-ACTIONS, DIVERGENCE = {"actions = actions.cpu()": 1}, {"if args.target_kl is not None": 1}
+ACTIONS = {"actions = agent.act(inputs, noise).cpu()": 1}
+DIVERGENCE = {"if args.target_kl is not None": 1}
 PARAMETERS = {"self.std = log_std.exp().cpu()": 1, "self.arrays = [tensor.cpu()": 12}
 PPO_WAITS = row(1, 7) | PARAMETERS | {"tensors[name] = torch.as_tensor(": 5}
 CARTPOLE_WAITS = row(1, 7) | {"mean_return = returns.nanmean().item()": 1}

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -12,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +20,21 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from test_sac import BASELINE, CPU, SMALL, read_scalars, script
+from helpers import (
+    CPU,
+    SMALL,
+    Scripted,
+    assert_same,
+    read_checkpoint,
+    read_scalars,
+    script,
+    train,
+)
 from test_sac_parity import backend, smooth  # noqa: F401
-from torch.utils.tensorboard import SummaryWriter
 
 from leanrl import sac_continuous_action as baseline
 from leanrl import sac_continuous_action_torchcompile as variant
 from leanrl import td3_continuous_action as td3_baseline
-from leanrl import td3_continuous_action_torchcompile as td3_variant
 
 SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
 
@@ -38,81 +44,25 @@ def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def same_handlers():
-    """`main` changes what signals do; each test starts from the default."""
-    numbers = signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-def train(module, **flags) -> Path:
-    return module.main(module.Args(**SMALL | flags))
-
-
-def stopped(module, **flags) -> str:
-    """The one line with which a run ends before its time; its exit status is 1."""
+def interrupted(module, **flags) -> str:
+    """What a run says that a signal ends; its exit status is 1."""
     with pytest.raises(SystemExit) as end:
         train(module, **flags)
-    assert isinstance(end.value.code, str) and "\n" not in end.value.code
     return end.value.code
 
 
-def read_checkpoint(run_dir: Path) -> dict:
-    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
-
-
-def assert_same(one, other, path="checkpoint", tolerance=0.0):
-    """Equal through dicts, lists and tensors; the error names the place."""
-    assert type(one) is type(other), path
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), path
-        for key in one:
-            assert_same(one[key], other[key], f"{path}.{key}", tolerance)
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), path
-        for i, (x, y) in enumerate(zip(one, other, strict=True)):
-            assert_same(x, y, f"{path}[{i}]", tolerance)
-    elif isinstance(one, torch.Tensor):
-        assert one.shape == other.shape and one.dtype == other.dtype, path
-        if not torch.equal(one, other):
-            error = (one.double() - other.double()).abs().max().item()
-            assert error <= tolerance, f"{path} differs by {error:.1e}"
-    else:
-        assert one == other, path
-
-
-class Scripted(gym.Env):
-    """Episodes of 50 steps; `on_step(step, obs)` makes observation and reward of every one.
-
-    `on_reset(step, obs)` makes the first observation of an episode.
-    """
-
-    observation_space, action_space = gym.spaces.Box(-9, 9, (2,)), gym.spaces.Box(-1, 1, (1,))
-    total = 0
-
-    def __init__(self, on_step, on_reset=lambda step, obs: obs):
-        self.on_step = on_step
-        self.on_reset = on_reset
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.on_reset(self.total, self.np_random.normal(size=2).astype(np.float32)), {}
-
-    def step(self, action):
-        self.total += 1
-        obs, reward = self.on_step(self.total, self.np_random.normal(size=2).astype(np.float32))
-        return obs, reward, False, self.total % 50 == 0, {}
+def the_run() -> Path:
+    """The only run directory."""
+    (run_dir,) = Path("runs").iterdir()
+    return run_dir
 
 
 @pytest.fixture
 def scripted():
-    """A function from `on_step` (and `on_reset`) to the id of its environment."""
+    """A function from `on_step` to the id of its environment."""
 
-    def register(*functions) -> str:
-        gym.register("Scripted-v0", lambda **_: Scripted(*functions), disable_env_checker=True)
+    def register(on_step) -> str:
+        gym.register("Scripted-v0", lambda **_: Scripted(on_step), disable_env_checker=True)
         return "Scripted-v0"
 
     yield register
@@ -124,17 +74,15 @@ def scripted():
 
 @SCRIPTS
 @pytest.mark.parametrize("ring", [5000, 200], ids=["growing", "wrapped"])
-def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys, monkeypatch):
+def test_a_resumed_run_goes_on_from_all_it_had(module, ring, monkeypatch):
     """A step without an update shows what was restored; then the run goes on and ends."""
     flags = {"num_envs": 2, "buffer_size": ring, "utd_ratio": 0.2, "save_model": True, "seed": 7}
     flags |= {"cuda": False}  # another device has a generator of its own
     run_dir = train(module, **flags, total_timesteps=251)  # 250 are whole steps of both
     files = {path.name: path.read_bytes() for path in run_dir.iterdir()}
     before = read_checkpoint(run_dir)
-    assert "fresh" not in capsys.readouterr().err
 
     assert train(module, **flags, total_timesteps=252, resume=str(run_dir)) == run_dir
-    assert "resumed at step 250, with fresh episodes" in capsys.readouterr().err
     after = read_checkpoint(run_dir)
     assert after["global_step"] == 252
     assert_same(before["agent"], after["agent"])
@@ -149,11 +97,11 @@ def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys, monkeypatch
     starts = module.make_envs("Pendulum-v1", 2).reset(seed=7 + 250)[0]
     torch.testing.assert_close(obs, torch.tensor(starts))
 
-    measured, measure = [], module.Stopwatch.measure
-    spy = lambda watch, steps: measured.append(steps) or measure(watch, steps)  # noqa: E731
-    monkeypatch.setattr(module.Stopwatch, "measure", spy)
+    ticks, tick = [], module.Stopwatch.tick
+    spy = lambda watch, steps: ticks.append(steps) or tick(watch, steps)  # noqa: E731
+    monkeypatch.setattr(module.Stopwatch, "tick", spy)
     train(module, **flags, total_timesteps=500, resume=str(run_dir))
-    assert max(measured) == 500 - 252  # its speed is that of its own steps
+    assert ticks[-1] == 500 - 252  # its speed is that of its own steps
     end = read_checkpoint(run_dir)
     assert end["global_step"] == 500
     updates = [optimizer_steps(checkpoint) for checkpoint in (before, end)]
@@ -165,18 +113,17 @@ def test_a_resumed_run_goes_on_from_all_it_had(module, ring, capsys, monkeypatch
     config = json.loads((run_dir / "config_252.json").read_text())
     assert config["args"]["resume"] == str(run_dir)
 
-    flags |= {"num_envs": 3, "buffer_size": 100}  # a smaller ring keeps what fits, in whole steps
+    with pytest.raises(ValueError, match=rf"--buffer-size: the checkpoint has {ring:,}"):
+        train(module, **flags | {"buffer_size": 100}, total_timesteps=530, resume=str(run_dir))
+    flags |= {"num_envs": 5}  # the next row of 5 begins at a multiple of 5
     train(module, **flags, total_timesteps=530, resume=str(run_dir))
-    smaller = read_checkpoint(run_dir)["replay"]
-    assert len(stored(smaller)) == 99 and smaller["position"] % 3 == 0
+    assert read_checkpoint(run_dir)["replay"]["position"] % 5 == 0
 
 
 def stored(replay: dict) -> torch.Tensor:
     """The rows of either script's replay buffer."""
-    data = replay["data"]
-    if isinstance(data, torch.Tensor):
-        return data
-    return torch.cat([x.reshape(len(x), -1) for x in data.values()], dim=1)
+    tensors = [x for x in replay.values() if isinstance(x, torch.Tensor)]
+    return torch.cat([x.reshape(len(x), -1) for x in tensors], dim=1)
 
 
 def new_rows(before: dict, after: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,7 +168,7 @@ def test_flags_that_are_not_given_stay_and_a_new_learning_rate_counts(module, mo
 def test_checkpoints_and_evaluations_leave_no_trace_in_training():
     flags = {"total_timesteps": 300, "utd_ratio": 0.3, "save_model": True}
     plain = train(baseline, **flags, exp_name="plain")
-    more = {"checkpoint_every": 70, "eval_every": 90, "stopwatch": "off", "eval_episodes": 2}
+    more = {"checkpoint_every": 70, "eval_every": 90, "eval_episodes": 2}
     busy = train(baseline, **flags, **more, exp_name="busy")
     one, other = map(read_checkpoint, (plain, busy))
     assert_same(one.pop("generators"), other.pop("generators"))
@@ -230,21 +177,24 @@ def test_checkpoints_and_evaluations_leave_no_trace_in_training():
     expected, found = map(read_scalars, (plain, busy))
     assert [step for step, _ in found.pop("charts/eval_return")] == [90, 180, 270, 300]
     assert expected.keys() == found.keys()
-    stages = json.loads((busy / "stages.json").read_text())["stages"]
-    assert stages.keys() == {"untracked", "evaluation"} and stages["evaluation"] > 0
+    assert json.loads((busy / "stages.json").read_text())["stages"]["evaluation"] > 0
 
 
-def test_what_came_after_the_checkpoint_is_not_drawn_any_more(scripted):
+def test_what_came_after_the_checkpoint_is_not_drawn_any_more(scripted, monkeypatch):
     """An episode ends every 50 steps; the run is interrupted 60 steps after its checkpoint."""
 
     def on_step(step, obs):
         if step == 180:
-            raise KeyboardInterrupt
+            raise RuntimeError("the simulator's own words")
         return obs, 1.0
 
     flags = {"env_id": scripted(on_step), "checkpoint_every": 120}
-    assert stopped(baseline, **flags, total_timesteps=1000) == "interrupted after 179 steps"
-    (run_dir,) = Path("runs").iterdir()
+    at_exit = []
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="^the simulator's own"):
+        patch.setattr(baseline.atexit, "register", at_exit.append)
+        train(baseline, **flags, total_timesteps=1000)
+    at_exit[0]()
+    run_dir = the_run()
     episodes = read_scalars(run_dir)["charts/episodic_return"]
     assert [step for step, _ in episodes] == [50, 100, 150]
     train(baseline, **flags, total_timesteps=240, resume=str(run_dir))
@@ -300,125 +250,96 @@ def assert_resumes_like_an_eager_run(flags, env_id):
 
 
 @SCRIPTS
-def test_what_cannot_be_resumed_is_said_in_one_line(module, monkeypatch):
+def test_what_cannot_be_resumed_is_an_error_that_says_so(module, monkeypatch):
     run_dir = train(module, total_timesteps=110, save_model=True)
-    files = {path.name: path.read_bytes() for path in run_dir.iterdir()}
-    message = stopped(module, total_timesteps=110, resume=str(run_dir))
-    assert message == "--total-timesteps: no iteration is left after 110 steps"
-    assert {path.name: path.read_bytes() for path in run_dir.iterdir()} == files
-
     path = run_dir / "checkpoint.pt"
-    none = f"--resume: there is no {path} of this version"
     checkpoint, content = read_checkpoint(run_dir), path.read_bytes()
-    of_before = {name: x for name, x in checkpoint.items() if name != "made_by"}
-    of_before["script"] = Path(module.__file__).name  # as it was called in earlier versions
-    of_other_flags = {"args": checkpoint["args"] | {"new": 1}}
-    without_tau = {name: x for name, x in checkpoint["args"].items() if name != "tau"}
-    changes = {
-        "was made by another.py": {"made_by": "another.py"},
-        "is of other flags: new": of_other_flags,
-        "is of other flags: tau": {"args": without_tau},
-    }
-    expected = [
-        (checkpoint | change, f"--resume: {path} {says}") for says, change in changes.items()
-    ]
-    damaged = of_before, content[:-100], content[100:], b"", b"text", None
-    for change, message in (*expected, *((change, none) for change in damaged)):
-        if isinstance(change, dict):
-            torch.save(change, path)
-        elif change is not None:
-            path.write_bytes(change)
-        else:  # as a run leaves it that was not asked for a checkpoint
-            path.unlink()
-        assert stopped(module, total_timesteps=200, resume=str(run_dir)) == message
-        with pytest.raises(SystemExit, match=re.escape(message)):
-            command_line(monkeypatch, module, "--resume", str(run_dir))
-    assert len(list(run_dir.iterdir())) == len(files) - 1
     wider = {name: torch.zeros(1, 1) for name in checkpoint["agent"]}
-    does_not_fit = "Error(s) in loading state_dict for SAC: size mismatch for log_alpha"
-    for change, words in (({"agent": wider}, does_not_fit), ({"optimizers": None}, "'optimizers'")):
-        torch.save({name: x for name, x in (checkpoint | change).items() if x}, path)
-        message = stopped(module, total_timesteps=200, resume=str(run_dir))
-        assert message.startswith(f"--resume: {words}"), message
+    damaged = {
+        "unexpected keyword argument 'new'": {"args": checkpoint["args"] | {"new": 1}},
+        "size mismatch for log_alpha": {"agent": wider},
+        "optimizers": {"optimizers": None},
+        "PytorchStreamReader": content[:-100],
+        "checkpoint.pt": None,  # as a run leaves it that was not asked for a checkpoint
+    }
+    for words, change in damaged.items():
+        if isinstance(change, dict):
+            torch.save({name: x for name, x in (checkpoint | change).items() if x}, path)
+        elif change:
+            path.write_bytes(change)
+        else:
+            path.unlink()
+        with pytest.raises(Exception, match=re.escape(words)):
+            command_line(monkeypatch, module, "--resume", str(run_dir), "--total-timesteps", "200")
+    assert not list(run_dir.glob("*110*")), "it was not resumed"
 
 
-HOLD_THE_LOCK = """
-import os, sys
-file = open(sys.argv[1], "w")
-os.lockf(file.fileno(), os.F_LOCK, 0)
-print("held", flush=True)
-sys.stdin.read()
-"""
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_the_checkpoint_is_let_go_when_it_has_been_restored(scripted):
+    """Its file was mapped until the end of the run, replay buffer and all."""
+    env_id = scripted(lambda step, obs: (obs, 1.0))
+    run_dir = train(baseline, env_id=env_id, total_timesteps=110, save_model=True)
+
+    def on_step(step, obs):
+        assert "checkpoint.pt" not in Path("/proc/self/maps").read_text()
+        return obs, 1.0
+
+    scripted(on_step)
+    train(baseline, env_id="Scripted-v0", total_timesteps=230, resume=str(run_dir))
 
 
-def test_a_run_that_is_at_work_is_left_alone():
-    """Until the process that holds its lock has ended, however that ends."""
-    run_dir = train(baseline, total_timesteps=110, save_model=True)
-    names = {path.name for path in run_dir.iterdir()}
-    command = [sys.executable, "-c", HOLD_THE_LOCK, run_dir / ".lock"]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
-    message = stopped(baseline, total_timesteps=120, resume=str(run_dir))
-    assert message == f"--resume: the run in {run_dir} is still at work"
-    assert {path.name for path in run_dir.iterdir()} == names
-    holder.kill()
-    holder.communicate()
-    assert train(baseline, total_timesteps=120, resume=str(run_dir)) == run_dir
+def test_the_random_steps_of_before_are_no_warm_up_again(monkeypatch):
+    """A resumed run's warm-up is as long as its updates need."""
+    made = []
+    init = baseline.Stopwatch.__init__
+    spy = lambda watch, *given: made.append(given[1]) or init(watch, *given)  # noqa: E731
+    monkeypatch.setattr(baseline.Stopwatch, "__init__", spy)
+    run_dir = train(baseline, total_timesteps=150, save_model=True)
+    train(baseline, total_timesteps=160, resume=str(run_dir))
+    train(baseline, total_timesteps=200, learning_starts=180, resume=str(run_dir))
+    assert made == [100 + 100, 100, 30 + 100]
 
 
-def test_what_a_run_cannot_begin_with_takes_one_line(scripted, monkeypatch):
-    """Before any directory is made; two runs that begin in the same second both have one."""
-    message = stopped(baseline, total_timesteps=110, resume="")  # as of a shell's unset variable
-    assert "is no checkpoint" in message
-    with pytest.raises(SystemExit, match="is no checkpoint"):
-        command_line(monkeypatch, baseline, "--resume", "")
-    for steps in (99, 100):  # SMALL has 100 random ones
-        message = stopped(baseline, total_timesteps=steps)
-        assert message == "--total-timesteps: no iteration is left after 100 steps"
-    message = stopped(baseline, buffer_size=10**15)  # more than addresses reach
-    assert message.startswith("--buffer-size: ")
-    for env_id in ("Pendulumm-v1", "Pendulum-v9", "no_such_module:X-v0", "X/Y-v0", "a b"):
-        assert stopped(baseline, env_id=env_id).startswith("--env-id: ")
-    scripted(lambda step, obs: (obs, 1.0))  # it draws nothing
-    message = stopped(baseline, env_id="Scripted-v0", capture_video=True)
-    assert message.startswith("--capture-video: ")
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "moviepy", None)
-        assert "moviepy" in stopped(baseline, env_id="Pendulum-v1", capture_video=True)
+def test_flags_that_do_not_fit_are_refused_by_their_name(capsys, monkeypatch):
+    for words, flag in (
+        ("--gamma 1.5", "--gamma"),
+        ("--tau -0.1", "--tau"),
+        ("--total-timesteps 5000", "--total-timesteps"),
+        ("--stopwatch off", "--stopwatch"),
+        ("--batch-size many", "--batch-size"),
+    ):
+        with pytest.raises(SystemExit):
+            command_line(monkeypatch, baseline, *words.split())
+        assert flag in capsys.readouterr().err
+    for flags, words in (
+        ({"env_id": "Pendulumm-v1"}, "Pendulumm"),
+        ({"env_id": "CartPole-v1"}, "--env-id: needs continuous actions"),
+        ({"buffer_size": -1}, "negative dimension"),
+    ):
+        with pytest.raises(Exception, match=words):
+            train(baseline, **flags)
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="moviepy"):
+        patch.setitem(sys.modules, "moviepy", None)  # not after hours, at the first evaluation
+        train(baseline, capture_video=True)
     assert not Path("runs").exists()
-    Path("runs").write_text("")
-    assert stopped(baseline) == "runs: [Errno 17] File exists: 'runs'"
-    Path("runs").unlink()
-    Path("runs").symlink_to("nowhere")
-    assert stopped(baseline).startswith("runs: ")
-    Path("runs").unlink()
-    assert "File name too long" in stopped(baseline, exp_name="x" * 300)
 
-    monkeypatch.setattr(sys, "stderr", None)  # as when it is closed
+
+def test_two_runs_of_one_second_have_a_directory_each(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1e9)
-    runs = [train(baseline, total_timesteps=110, save_model=True) for _ in range(2)]
+    runs = [train(baseline, total_timesteps=110) for _ in range(2)]
     assert [path.name[-10:] for path in runs] == ["1000000000", "1000000001"]
-    message = stopped(baseline, env_id="Scripted-v0", resume=str(runs[0]), total_timesteps=200)
-    assert message == "--env-id: the checkpoint is of Pendulum-v1"
 
 
 def test_what_a_copy_adds_and_anneals(monkeypatch):
-    """Its flags may be zero or less, its environment need not render; flags are saved as given."""
+    """Its flags may be zero or less; flags are saved as they were given."""
 
     @dataclasses.dataclass
     class Args(baseline.Args):
         shift: float = -1.0
-        last_alpha: float = 0.0
 
-    def make_env():  # takes no render_mode
-        return Scripted(lambda step, obs: (obs, 1.0))
-
-    gym.register("Plain-v0", make_env, disable_env_checker=True)
     monkeypatch.setattr(sys, "argv", ["copy.py", "--env-id", "Plain-v0"])
     args = baseline.parse_args(Args)
-    assert (args.shift, args.last_alpha) == (-1.0, 0.0)
-    baseline.check_env(args)
-    gym.registry.pop("Plain-v0")
+    assert args.shift == -1.0
     run = baseline.Run(args, CPU, 1, 0)
     run.dir = Path()
     args.alpha = 0.1  # as a loop that anneals it
@@ -426,6 +347,45 @@ def test_what_a_copy_adds_and_anneals(monkeypatch):
     agent.optimizers = []
     run.save(agent)
     assert read_checkpoint(run.dir)["args"]["alpha"] == baseline.Args.alpha
+
+
+# Random generators
+
+
+class Dice(Scripted):
+    """Draws from Python's and NumPy's global generators."""
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return obs + np.float32(random.random() + np.random.random()), info
+
+
+@pytest.mark.parametrize("module", [baseline, td3_baseline])
+def test_the_seed_is_of_every_generator_and_evaluation_draws_from_none(module):
+    gym.register("Dice-v0", lambda **_: Dice(lambda step, obs: (obs, random.random())))
+    flags = {"env_id": "Dice-v0", "total_timesteps": 160, "save_model": True, "eval_episodes": 2}
+    try:
+        runs = [train(module, **flags) for _ in range(2)]
+        runs.append(train(module, **flags, eval_every=40))
+        other = read_checkpoint(train(module, **flags, seed=2))
+    finally:
+        gym.registry.pop("Dice-v0")
+    first, *others = map(read_checkpoint, runs)
+    for checkpoint in others:
+        assert_same(first["replay"], checkpoint["replay"])
+        assert_same(first["agent"], checkpoint["agent"], tolerance=1e-5)
+    assert not torch.equal(first["replay"]["rewards"], other["replay"]["rewards"])
+    values = read_scalars(runs[-1])["charts/eval_return"]
+    again = read_scalars(train_dice_again(module, flags))["charts/eval_return"]
+    assert values == again
+
+
+def train_dice_again(module, flags):
+    gym.register("Dice-v0", lambda **_: Dice(lambda step, obs: (obs, random.random())))
+    try:
+        return train(module, **flags, eval_every=40)
+    finally:
+        gym.registry.pop("Dice-v0")
 
 
 # How a run ends
@@ -438,97 +398,141 @@ def wait_for(condition, process) -> None:
     """Until `condition`, while the process runs."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert process.is_alive(), "the run ended before it was killed"
+        assert process.poll() is None, "the run ended before it was killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def train_until_killed(args, in_writing: bool) -> None:
-    """A run that, if told so, is killed in the middle of its second checkpoint."""
-    fsync, written = os.fsync, []
+def start(*flags, name="sac_continuous_action.py", **options) -> subprocess.Popen:
+    small = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
+    return subprocess.Popen(script(name, *small, *flags), stderr=subprocess.PIPE, **options)
 
-    def killed(number):
-        written.append(number)
-        if in_writing and len(written) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fsync(number)
 
-    os.fsync = killed
-    baseline.main(args)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_a_run_after_its_iteration_with_all_records(number, scripted):
+    """Also one that comes while an environment swallows every exception, or within a row."""
+
+    def on_step(step, obs):
+        try:
+            if step == 130:
+                os.kill(os.getpid(), number)
+        except:  # noqa: E722
+            pass
+        return obs, 1.0
+
+    before = signal.getsignal(number)
+    flags = {"env_id": scripted(on_step), "total_timesteps": 200, "save_model": True}
+    more = {"eval_every": 1000, "stopwatch": "trace"}
+    assert interrupted(baseline, **flags, **more) == "interrupted after 130 steps"
+    run_dir = the_run()
+    assert read_checkpoint(run_dir)["global_step"] == 130
+    assert json.loads((run_dir / "stages.json").read_text())["sps"] > 0
+    assert [step for step, _ in read_scalars(run_dir)["charts/SPS"]] == [100, 130]
+    assert "charts/eval_return" not in read_scalars(run_dir)  # it would take its time
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_ends_the_process():
+    """At once, here while an update is being compiled."""
+    process = start("--compile", name="sac_continuous_action_torchcompile.py")
+    wait_for(lambda: list(Path("runs").glob("*/events*")), process)
+    time.sleep(3)  # most of the way into the compiler
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == -signal.SIGINT
+
+
+def test_a_reader_that_ends_first_takes_nothing_away():
+    """`2>&1 | tee log`: Ctrl-C ends tee as well."""
+    process = start("--save-model", "--checkpoint-every=110")
+    wait_for(lambda: list(Path("runs").glob("*/checkpoint.pt")), process)
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=PATIENCE)
+    assert read_checkpoint(the_run())["global_step"] > 0
+    assert json.loads((the_run() / "stages.json").read_text())["sps"] > 0
+
+
+def test_a_run_in_a_thread(scripted):
+    """Where no signal arrives, as in a notebook's server."""
+    done = []
+    thread = threading.Thread(target=lambda: done.append(train(baseline, total_timesteps=110)))
+    thread.start()
+    thread.join(PATIENCE)
+    assert done == [the_run()]
+
+
+def test_an_error_keeps_its_traceback_and_leaves_records(tmp_path):
+    """Its message is the last line."""
+    (tmp_path / "broken_env.py").write_text(
+        "import gymnasium as gym\n"
+        "from gymnasium.envs.classic_control import PendulumEnv\n"
+        "class Broken(PendulumEnv):\n"
+        "    def step(self, action):\n"
+        "        self.steps = getattr(self, 'steps', 0) + 1\n"
+        "        if self.steps == 120:\n"
+        "            raise MemoryError('the simulator is out of memory')\n"
+        "        return super().step(action)\n"
+        "gym.register('Broken-v0', Broken)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = start("--env-id=broken_env:Broken-v0", env=environment, text=True)
+    err = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 1
+    assert "Traceback" in err and "broken_env.py" in err
+    assert err.strip().splitlines()[-1] == "MemoryError: the simulator is out of memory"
+    assert json.loads((the_run() / "stages.json").read_text())["stages"]["simulation"] > 0
+    assert read_scalars(the_run())["charts/SPS"]
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_can_always_go_on(monkeypatch):
-    """kill -9, every other time while a checkpoint is being written."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
-    context = multiprocessing.get_context("forkserver")  # imports once, then forks
-    context.set_forkserver_preload([__name__, "torch._dynamo"])
-    rng, run_dir, flags = random.Random(0), None, SMALL | {"checkpoint_every": 50}
-
-    def start(total_timesteps, in_writing=False):
-        args = baseline.Args(**flags, total_timesteps=total_timesteps, resume=run_dir)
-        process = context.Process(target=train_until_killed, args=(args, in_writing))
-        process.start()
-        return process
-
-    for kill in range(20):
-        process = start(10**9, in_writing=kill % 2 == 1)
-        if run_dir is None:
-            wait_for(lambda: list(Path("runs").glob("*/checkpoint.pt")), process)
-            (run_dir,) = map(str, Path("runs").iterdir())
-        elif kill % 2 == 0:
-            step = read_checkpoint(Path(run_dir))["global_step"]
-            wait_for(Path(run_dir, f"config_{step}.json").exists, process)
-        if kill % 2 == 0:
-            time.sleep(rng.uniform(0, 0.5))
-            process.kill()
-        process.join(PATIENCE)
-        assert process.exitcode is not None
-        partial = Path(run_dir, "checkpoint.partial")
-        assert partial.exists() or kill % 2 == 0, "not killed in the middle of writing"
-        assert read_checkpoint(Path(run_dir))["global_step"] % 50 == 0
-    step = read_checkpoint(Path(run_dir))["global_step"]
-    process = start(step + 120)
-    process.join(PATIENCE)
-    assert process.exitcode == 0 and not partial.exists()
-    assert read_checkpoint(Path(run_dir))["global_step"] == step + 120
+def test_a_run_killed_at_random_moments_can_always_go_on():
+    """kill -9; a checkpoint of 200 kB is written every 20 steps, so that some hit its writing."""
+    rng, run_dir, steps = random.Random(0), None, 0
+    for _ in range(10):
+        resume = [f"--resume={run_dir}"] if run_dir else []
+        config = f"*/config_{steps}.json" if run_dir else "*/checkpoint.pt"
+        process = start("--checkpoint-every=20", "--total-timesteps=1000000", *resume)
+        wait_for(lambda config=config: list(Path("runs").glob(config)), process)
+        run_dir = the_run()
+        time.sleep(rng.uniform(0, 3))
+        process.kill()
+        process.communicate()
+        steps = read_checkpoint(run_dir)["global_step"]
+        assert steps % 20 == 0
+    end = start(f"--resume={run_dir}", f"--total-timesteps={steps + 120}")
+    end.communicate(timeout=PATIENCE)
+    assert end.returncode == 0
+    assert read_checkpoint(run_dir)["global_step"] == steps + 120
 
 
-@pytest.mark.parametrize("moment", ["writing", "fsync", "replace"])
-def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(moment, monkeypatch):
-    """At each step of the write, so that no step relies on the one after it; it is no success."""
+@pytest.mark.parametrize("moment", ["writing", "replacing"])
+def test_a_full_disk_leaves_the_last_checkpoint(moment, monkeypatch):
     part = train(baseline, total_timesteps=110, save_model=True)
     before = (part / "checkpoint.pt").read_bytes()
 
-    def crash(*_):
-        monkeypatch.undo()  # the records that follow are written
-        monkeypatch.chdir(part.parents[1])
+    def half(state, path):
+        Path(path).write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    part = part.absolute()
-    target = {"writing": (torch, "save"), "fsync": (os, "fsync"), "replace": (Path, "replace")}
-    monkeypatch.setattr(*target[moment], crash)
-    message = stopped(baseline, total_timesteps=120, save_model=True, resume=str(part))
-    target = "config_110.json" if moment in ("fsync", "replace") else "checkpoint.pt"
-    assert message == f"{part / target}: [Errno 28] No space left on device"
+    def whole(path, target):
+        raise OSError(28, "No space left on device")
+
+    target = {"writing": (torch, "save", half), "replacing": (Path, "replace", whole)}
+    monkeypatch.setattr(*target[moment])
+    with pytest.raises(OSError, match="No space left on device"):
+        train(baseline, total_timesteps=120, save_model=True, resume=str(part))
     assert (part / "checkpoint.pt").read_bytes() == before
-    assert not list(part.glob("*.partial"))
-    assert (part / "stages_110.json").exists() == (moment == "writing")
 
 
-FAULTS = {  # what an environment's step makes of its observation and reward, and the run's end
-    "nan reward": (lambda obs: (obs, math.nan), "220: action, obs or reward is not finite"),
-    "infinite reward": (lambda obs: (obs, -math.inf), "220: action, obs or reward is not finite"),
-    "nan observation": (
-        lambda obs: (obs * math.nan, 1.0),
-        "220: action, obs or reward is not finite",
-    ),
-    "infinite observation": (lambda obs: (obs + math.inf, 1.0), "220: action, obs or"),
-    "beyond float32": (lambda obs: (obs, 1e300), "220: action, obs or reward is not finite"),
-    "infinite gradients": (
-        lambda obs: (obs, 2.9e38),
-        "2[234].: action, obs or reward is not finite",
-    ),
+FAULTS = {  # what an environment's step makes of its observation and reward
+    "nan reward": lambda obs: (obs, math.nan),
+    "infinite reward": lambda obs: (obs, -math.inf),
+    "nan observation": lambda obs: (obs * math.nan, 1.0),
+    "beyond float32": lambda obs: (obs, 1e300),
+    "infinite gradients": lambda obs: (obs, 2.9e38),
 }
 
 
@@ -538,23 +542,32 @@ FAULTS = {  # what an environment's step makes of its observation and reward, an
     ids=lambda value: value if isinstance(value, str) else value.__name__.removeprefix("leanrl."),
 )
 def test_what_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(module, fault, scripted):
-    change, words = FAULTS[fault]
+    change = FAULTS[fault]
     env_id = scripted(lambda step, obs: change(obs) if step > 220 else (obs, 1.0))
-    message = stopped(module, env_id=env_id, total_timesteps=1000, checkpoint_every=50)
-    assert re.match(f"step {words}", message), message
-    (run_dir,) = Path("runs").iterdir()
-    checkpoint = read_checkpoint(run_dir)
+    with pytest.raises(FloatingPointError, match="^step [23].0: .* is (nan|inf|-inf|not finite)$"):
+        train(module, env_id=env_id, total_timesteps=1000, checkpoint_every=50)
+    checkpoint = read_checkpoint(the_run())
     assert checkpoint["global_step"] == 200
     assert all(tensor.isfinite().all() for tensor in checkpoint["agent"].values())
-    assert json.loads((run_dir / "stages.json").read_text())["stages"]["simulation"] > 0
+    assert stored(checkpoint["replay"]).isfinite().all()
+
+
+@pytest.mark.parametrize("module", [baseline, variant, td3_baseline])
+def test_a_number_that_is_not_finite_is_not_saved_while_actions_are_random(module, scripted):
+    """Nothing is learned yet that would show it."""
+    env_id = scripted(lambda step, obs: (obs, math.nan if step == 120 else 1.0))
+    flags = {"env_id": env_id, "total_timesteps": 300, "learning_starts": 200}
+    with pytest.raises(FloatingPointError, match="^step 150: re?[ws]a?r?ds? is not finite$|rows"):
+        train(module, **flags, checkpoint_every=50)
+    assert stored(read_checkpoint(the_run())["replay"]).isfinite().all()
 
 
 def test_losses_and_weights_that_are_not_finite_end_the_run(scripted, monkeypatch):
     """Also where actions stay finite: at the next row of metrics, or when they would be saved."""
     rewards = [1e30]
     env_id = scripted(lambda step, obs: (obs, rewards[-1]))
-    message = stopped(baseline, env_id=env_id, total_timesteps=1000)
-    assert message == "step 200: losses/qf1_loss is not finite: inf"
+    with pytest.raises(FloatingPointError, match="^step 200: losses/qf1_loss is inf$"):
+        train(baseline, env_id=env_id, total_timesteps=1000)
     rewards.append(1.0)
 
     def spoil(agent):
@@ -562,133 +575,10 @@ def test_losses_and_weights_that_are_not_finite_end_the_run(scripted, monkeypatc
 
     monkeypatch.setattr(baseline.SAC, "update_target", spoil)
     flags = {"total_timesteps": 1000, "utd_ratio": 0.01, "checkpoint_every": 10}
-    message = stopped(baseline, env_id=env_id, **flags, exp_name="weights")
-    assert message == "step 200: weights are not finite; the checkpoint stays"
+    with pytest.raises(FloatingPointError, match="^step 200: qf.1.0.weight is not finite$"):
+        train(baseline, env_id=env_id, **flags, exp_name="weights")
     (run_dir,) = Path("runs").glob("*weights*")
     assert read_checkpoint(run_dir)["global_step"] == 190
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_end_a_run_in_one_line_but_those_that_are_ignored(number, scripted):
-    """As under nohup, which ignores SIGHUP for the program that it starts."""
-
-    def on_step(step, obs):
-        if step == 130:
-            os.kill(os.getpid(), number)
-        return obs, 1.0
-
-    flags = {"env_id": scripted(on_step), "total_timesteps": 200, "save_model": True}
-    assert stopped(baseline, **flags) == "interrupted after 129 steps"
-    (run_dir,) = Path("runs").iterdir()
-    assert json.loads((run_dir / "stages.json").read_text())["sps"] > 0
-    assert read_scalars(run_dir)["charts/SPS"][-1][0] == 100
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        run_dir = train(baseline, **flags, exp_name="ignored")
-    finally:
-        signal.signal(number, before)
-    assert read_checkpoint(run_dir)["global_step"] == 200
-
-
-def test_an_environment_that_ends_the_program_is_no_success(scripted):
-    def on_step(step, obs):
-        if step == 130:
-            sys.exit(0)
-        return obs, 1.0
-
-    message = stopped(baseline, env_id=scripted(on_step), total_timesteps=200)
-    assert message == "interrupted after 129 steps"
-
-
-@pytest.mark.parametrize("module", [baseline, variant, td3_baseline, td3_variant])
-def test_a_first_observation_that_is_not_finite_is_not_stored(module, scripted):
-    """The episodes end after 50 steps: the third begins with it, during random exploration."""
-
-    def on_reset(step, obs):
-        return obs * math.nan if step == 100 else obs
-
-    env_id = scripted(lambda step, obs: (obs, 1.0), on_reset)
-    flags = {"env_id": env_id, "total_timesteps": 300, "learning_starts": 200}
-    message = stopped(module, **flags, checkpoint_every=50)
-    assert message == "step 100: action, obs or reward is not finite"
-    (run_dir,) = Path("runs").iterdir()
-    assert stored(read_checkpoint(run_dir)["replay"]).isfinite().all()
-
-
-def test_records_are_written_though_nobody_reads_or_ctrl_c_comes_twice(scripted, monkeypatch):
-    """As when it goes to `tee` as well, which ends first; the second one comes among the records.
-
-    `head` ends on its own: then the next refresh of the bar ends the run, as it ends any program.
-    """
-    reader, writer = os.pipe()
-
-    def on_step(step, obs):
-        if step == 130:
-            os.close(reader)
-            os.kill(os.getpid(), signal.SIGINT)
-        return obs, 1.0
-
-    def close(self, own=SummaryWriter.close):
-        os.kill(os.getpid(), signal.SIGINT)
-        own(self)
-
-    with monkeypatch.context() as patch, pytest.raises(BaseException) as end:
-        patch.setattr(SummaryWriter, "close", close)
-        patch.setattr(sys, "stderr", os.fdopen(writer, "w", buffering=1))
-        train(baseline, env_id=scripted(on_step), total_timesteps=200)
-    assert end.type in (SystemExit, BrokenPipeError)
-    (run_dir,) = Path("runs").iterdir()
-    assert json.loads((run_dir / "stages.json").read_text())["sps"] > 0
-    assert read_scalars(run_dir)["charts/SPS"][-1][0] == 100
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-
-
-def test_ctrl_c_while_a_row_is_written_counts_afterwards(monkeypatch):
-    """In the middle it would leave a lock of TensorBoard's queue locked, and the end would hang."""
-    tags = []
-
-    def add_scalar(self, tag, value, step, own=SummaryWriter.add_scalar):
-        if step == 200 and tag.startswith("losses"):
-            os.kill(os.getpid(), signal.SIGINT)
-        tags.append(tag)
-        own(self, tag, value, step)
-
-    monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
-    assert stopped(baseline, total_timesteps=300) == "interrupted after 200 steps"
-    assert tags[-1].startswith("charts/SPS") and signal.getsignal(signal.SIGINT) == (
-        signal.default_int_handler
-    )
-
-
-def test_ctrl_c_before_the_run_begins_leaves_no_traceback(tmp_path):
-    """While libraries are loading, of which the first one here never ends."""
-    endless = "import pathlib, time\npathlib.Path('loading').touch()\ntime.sleep(600)\n"
-    (tmp_path / "gymnasium.py").write_text(endless)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    process = subprocess.Popen(script(BASELINE), stderr=subprocess.PIPE, text=True, env=environment)
-    deadline = time.monotonic() + PATIENCE
-    while not Path("loading").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    err = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == -signal.SIGINT and err == ""
-
-
-@pytest.mark.slow
-def test_a_hang_up_ends_a_process(tmp_path):
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    command = script(BASELINE, *flags, "--checkpoint-every=200")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + PATIENCE
-    while not list(Path("runs").glob("*/checkpoint.pt")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGHUP)
-    err = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 1 and "Traceback" not in err, err
-    assert re.search("^interrupted after [0-9,]+ steps$", err, re.MULTILINE), err
-    assert "us/step" in err and "steps/s, runs/Pendulum-v1__sac" in err
-    assert len(list(Path("runs").glob("*/stages.json"))) == 1
 
 
 # Watching, tracking
@@ -727,7 +617,7 @@ def test_tracking_gets_the_run_by_the_name_of_its_directory(module, monkeypatch,
     scripted(lambda step, obs: (obs, 1.0))
     more = {"env_id": "json:Scripted-v0", "exp_name": "a b/c", "track": True}
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit, match="^--track: import of wandb halted"):
+    with pytest.raises(ImportError, match="^import of wandb halted"):
         train(module, **more, total_timesteps=110)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run_dir = train(module, **more, total_timesteps=110, wandb_entity="team")
@@ -746,7 +636,7 @@ def test_tracking_without_a_network(tmp_path):
     pytest.importorskip("wandb", reason="needs requirements/wandb.txt")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    command = script(BASELINE, *flags, "--total-timesteps=200", "--track")
+    command = script("sac_continuous_action.py", *flags, "--total-timesteps=200", "--track")
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (run_dir,), (folder,) = Path("runs").iterdir(), tmp_path.glob("wandb/offline-run-*")

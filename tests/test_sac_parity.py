@@ -2,9 +2,6 @@
 
 import difflib
 import functools
-import multiprocessing
-import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from test_sac import read_scalars
+from helpers import CPU, read_checkpoint, read_scalars
 
 from leanrl import sac_continuous_action as baseline
 from leanrl import sac_continuous_action_torchcompile as variant
@@ -20,6 +17,9 @@ from leanrl import sac_continuous_action_torchcompile as variant
 OBS, A, B = 17, 6, 256  # HalfCheetah-v5 and CleanRL's batch
 ACTION_SPACE = gym.spaces.Box(-1, 1, (A,), np.float32)
 OPTIMIZERS = ("q_optimizer", "actor_optimizer", "alpha_optimizer")
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # small batches are not worth more
 
 
 def random_batch(generator: torch.Generator, device: torch.device) -> variant.Batch:
@@ -60,7 +60,6 @@ def tensors(agent) -> dict[str, list[torch.Tensor]]:
     return {key: [tensor.detach() for tensor in value] for key, value in state.items()}
 
 
-CPU = torch.device("cpu")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 WITHOUT_OR_COMPILED = pytest.mark.parametrize("backend", [None, *BACKENDS], indirect=True)
 
@@ -177,34 +176,6 @@ def test_compiled_agents_agree():
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
 
 
-def test_a_call_in_the_process_beside_ends_and_changes_nothing_here(tmp_path, monkeypatch, capfd):
-    """Also where OpenMP's threads have worked before; what fails there is left to the caller."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    values = torch.ones(500, 500)
-    values @ values
-    found, seen = tmp_path / "found", tmp_path / "seen"
-
-    def call():
-        while not seen.exists():  # or it might have ended before it is found
-            time.sleep(0.01)
-        product = values.add_(1) @ values
-        found.write_text(str(product[0, 0].item()))
-        raise ValueError
-
-    try:
-        others = multiprocessing.active_children()  # of former tests, which may still compile
-        variant.compile_beside(call)
-        (child,) = set(multiprocessing.active_children()) - set(others)
-        seen.touch()
-        child.join(60)
-        assert child.exitcode == 0 and found.read_text() == "2000.0"
-    finally:
-        torch.set_num_threads(threads)
-    assert values.eq(1).all() and capfd.readouterr() == ("", "")
-
-
 @pytest.mark.usefixtures("backend")
 def test_compiled_updates_of_one_agent_are_not_anothers():
     """Of which tensors a graph belongs to is decided when it is traced."""
@@ -305,12 +276,12 @@ def test_whole_iterations_agree(smooth, backend, monkeypatch):
     found = []
     for module, more in (baseline, {}), (variant, {}), (variant, {"compile": True}):
         run_dir = module.main(module.Args(**flags, **more, exp_name=str(len(found))))
-        found.append((torch.load(run_dir / "checkpoint.pt"), read_scalars(run_dir)))
+        found.append((read_checkpoint(run_dir), read_scalars(run_dir)))
     (expected, rows), *others = found
     assert len(rows["losses/qf_loss"]) == 8 and len(rows["charts/episodic_return"]) == 20
     for checkpoint, its_rows in others:
         assert its_rows.keys() == rows.keys()
-        for tag in (tag for tag in rows if not tag.startswith("charts/S")):
+        for tag in rows.keys() - {"charts/SPS", "charts/cpu_seconds", "charts/gpu_percent"}:
             np.testing.assert_allclose(its_rows[tag], rows[tag], rtol=1e-3, atol=1e-3)
         for part in ("actor", "qf", "qf_target", "log_alpha"):
             theirs, mine = (
@@ -321,9 +292,9 @@ def test_whole_iterations_agree(smooth, backend, monkeypatch):
             for x, y in zip(theirs, mine, strict=True):
                 error = (x - y).abs().mean().item()  # Adam makes much of the last bit of a tiny
                 assert error < 1e-5, f"{part} differs by {error:.1e}"  # gradient, here and there
-        fields = expected["replay"]["data"].values()
-        columns = torch.cat([x.reshape(130, -1) for x in fields], dim=1)
-        torch.testing.assert_close(columns, checkpoint["replay"]["data"], rtol=0, atol=5e-3)
+        fields = [expected["replay"][name].reshape(130, -1) for name in baseline.Batch._fields]
+        columns = torch.cat(fields, dim=1)
+        torch.testing.assert_close(columns, checkpoint["replay"]["rows"], rtol=0, atol=5e-3)
         assert checkpoint["replay"]["position"] == expected["replay"]["position"] == 10
 
 
@@ -431,6 +402,10 @@ def test_replay_returns_what_was_stored(script):
     grown.load_state_dict(part.state_dict())
     known = {float(np.float32(reward)) for step in steps for reward in step.rewards}
     assert set(grown.sample().rewards.tolist()) == known
+    for buffer_size in (44, 52):  # a ring of another length would lose transitions or mix them up
+        other = script.ReplayBuffer(replace(args, buffer_size=buffer_size), OBS, A, CPU)
+        with pytest.raises(ValueError, match="^--buffer-size: the checkpoint has 48$"):
+            other.load_state_dict(rb.state_dict())
 
 
 @pytest.mark.parametrize("script", [baseline, variant], ids=["baseline", "variant"])

@@ -229,7 +229,9 @@ def ppo_cartpole_gpu():
         assert_same(rows[-1], eager.step(others, *draws))
         assert_same(vars(envs)["state"], vars(others)["state"])
     assert torch.stack([row.ended for row in rows]).any()
-    same_call(reference, agent, "prepare", tests.variant.default_collate(rows))
+    columns = zip(*rows, strict=True)
+    rollout = tests.variant.Rollout._make([torch.stack(column) for column in columns])
+    same_call(reference, agent, "prepare", rollout)
     tests.run_updates(reference, agent, 1, 1e-5)
 
 
