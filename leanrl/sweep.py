@@ -21,7 +21,9 @@ A sweep is a Python file of assignments, and every combination of its parameters
 A parameter is the script's flag of that name: 0.9 becomes --gae-lambda=0.9, True --compile, False
 --no-compile. No shell sees the values. A variant is known by a hash of its script and parameters.
 In runs/GROUP/ID/ it leaves variant.json (script, parameters, command), status.json (state, times),
-stdout.log, runs/ (the run itself) and attempts/ (what former attempts have left).
+stdout.log, runs/ (the run itself) and attempts/ (what former attempts have left). A run gets its
+share of the cores as OMP_NUM_THREADS and, unless torch_threads is a parameter, as --torch-threads
+if its script has this flag.
 
 A second launch skips what is finished, starts what waits, was stopped or lost with its launcher;
 what failed is named, and runs again with --retry-failed; with --again all run again, for instance
@@ -289,6 +291,7 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     """A process, leader of its own group, that runs `variant` in its folder, from `root`'s code."""
     put_away(variant.folder)
     script = os.path.relpath(root / variant.script, variant.folder)
+    flags = share_of_cores(variant, environment, root) + variant.flags
     inherited = dict(os.environ)
     inherited.pop("RAY_AUTH_TOKEN", None)
     libc = ctypes.CDLL(None)
@@ -302,7 +305,7 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     try:
         with (variant.folder / "stdout.log").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-u", script, *variant.flags],
+                [sys.executable, "-u", script, *flags],
                 cwd=variant.folder,
                 env=inherited | environment,
                 stdin=subprocess.DEVNULL,
@@ -314,6 +317,17 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     except BaseException:  # Ctrl-C, too
         variant.update(state="stopped", ended=time.time())
         raise
+
+
+def share_of_cores(variant: Variant, environment: dict, root: Path) -> list[str]:
+    """The flag that tells a script its share, if its Args have one that `params` do not set."""
+    threads = environment.get("OMP_NUM_THREADS")
+    if not threads or "torch_threads" in variant.params:
+        return []
+    with suppress(OSError):  # it has been deleted, as Python is about to say
+        if b"torch_threads:" in (root / variant.script).read_bytes():
+            return [f"--torch-threads={threads}"]
+    return []
 
 
 @contextmanager
@@ -511,7 +525,7 @@ def drive(options: argparse.Namespace) -> int:
 def run_task(variant: Variant, spec: dict) -> str:
     """A task: runs a variant on whatever machine this is -> its state."""
     code = Path.cwd()  # where Ray has put the code
-    environment = {}
+    environment = {"OMP_NUM_THREADS": str(max(1, int(spec["resources"]["num_cpus"])))}
     if not spec["resources"]["num_gpus"]:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # no one's share
     if not spec["storage"]:
@@ -601,9 +615,15 @@ def run(options: argparse.Namespace) -> int:
         if state != "finished":
             say(f"{state}: {variant.name}  {variant.command}")
             with suppress(OSError, IndexError):  # it has said nothing
-                said = (variant.folder / "stdout.log").read_text(errors="replace")
-                say(f"    {said.splitlines()[-1]}")
+                say(f"    {last_words(variant.folder / 'stdout.log')}")
     return int(set(states) != {"finished"})
+
+
+def last_words(log: Path) -> str:
+    """The last line with words; tyro says what is wrong with a flag in a box, above a hint."""
+    text = log.read_text(errors="replace").partition("│ For full helptext")[0]
+    lines = [line.strip("│ ") for line in text.splitlines()]
+    return [line for line in lines if re.search(r"\w", line)][-1]
 
 
 def known(prefix: str) -> list[Record]:

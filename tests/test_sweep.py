@@ -374,8 +374,21 @@ def test_what_a_variant_leaves(place, monkeypatch):
     assert status["ended"] >= status["started"] and not (folder / "attempts").exists()
     assert (folder / "stdout.log").read_text() == "started\n"
     (found,) = found_in(place).values()
-    assert "OMP_NUM_THREADS" in found["environment"]
     assert "RAY_AUTH_TOKEN" not in found["environment"]
+    assert "torch-threads" not in found["flags"], "this script has no such flag"
+
+
+def test_a_run_is_told_its_share_of_the_cores(place):
+    """By a flag if its script has one, which a parameter overrides, and by the environment."""
+    cores = str(len(os.sched_getaffinity(0)))
+    (place / "leanrl/x.py").write_text(f"torch_threads: int = 1{STAND_IN}")
+    for name, params, told in (("share", {"n": [1]}, cores), ("own", {"torch_threads": [7]}, "7")):
+        call("run", write_sweep(place, params, name), "--workers", 1, check=0)
+        (found,) = found_in(place, name).values()
+        assert found["flags"]["torch-threads"] == told
+        assert found["environment"]["OMP_NUM_THREADS"] == cores
+    (path,) = (place / "runs/share").glob("*/variant.json")  # what a variant is does not change
+    assert json.loads(path.read_text())["command"] == "python leanrl/x.py --n=1"
 
 
 def test_cores_and_gpus_are_shared_out(monkeypatch):
@@ -742,7 +755,8 @@ def test_ppo_runs_of_a_sweep(tmp_path, monkeypatch):
     command = [sys.executable, ROOT / "leanrl/sweep.py", "run", "ppo.py", "--workers", "2"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "1 failed" in done.stdout and "3 finished" in done.stdout
-    assert "--seed=4 " in done.stdout and "    --num-minibatches" in done.stdout
+    assert "--seed=4 " in done.stdout
+    assert "    Error parsing Args: --num-minibatches: 64 steps" in done.stdout
     runs, skipped = run_dirs.read_runs([tmp_path / "runs/ppo"])
     assert sorted(run.config["args"]["seed"] for run in runs) == [1, 2, 3]
     assert len(skipped) == 1  # the one that failed, by its name
