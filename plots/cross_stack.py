@@ -164,7 +164,7 @@ def read_out(report: dict) -> Iterator[str]:
     """Lines for a reader."""
     stages = per_step(report, report["trace"])
     if stages.keys() <= {"untracked"}:
-        raise ValueError("has no stages: the stopwatch was off")
+        raise ValueError("has no stages, only `untracked`")
     yield f"\n{as_text(table(stages), labels=1)}\n"
     given = set()
     for number, finding in enumerate(findings(report), start=1):

@@ -6,9 +6,9 @@
     python plots/curves.py plots/results/p*_atari_pong_cpu.json --metric charts/eval_return
 
 A panel is a script and environment. A line is what differs within it: the row of the speed-up table
-(baseline, compile, ...) and the settings that vary, or those that --by names, threads too; seeds
-never do. Runs of CleanRL, which are TensorBoard files in a directory with its name, are a line
-beside ours. Records of plots/record.py have curves, too: of returns and evaluations.
+(baseline, compile, ...) and the settings that vary, or those that --by names. Seeds never are, and
+threads only there. Runs of CleanRL, which are TensorBoard files in a directory with its name, are a
+line beside ours. Records of plots/record.py have curves, too: of returns and evaluations.
 Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
@@ -184,7 +184,7 @@ def varying(runs: list[Run]) -> list[str]:
     found = []
     parts = [(run.row,) for run in runs]
     for name in dict.fromkeys(name for args in settings for name in args):
-        if name in FREE_ARGS | {"env_id"}:
+        if name in FREE_ARGS | {"env_id", "torch_threads"}:
             continue
         finer = []
         for part, args in zip(parts, settings, strict=True):
@@ -217,7 +217,7 @@ def once(runs: list[Run], by: list[str] | None = None) -> list[Run]:
     `runs` are in the order in which they were made. Threads tell them apart if they do in `by`.
     """
     counts = {"seed", *(by or [])}
-    free = (FREE_ARGS | {"threads"}) - counts
+    free = (FREE_ARGS | {"torch_threads"}) - counts
     found = {}
     for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
         told = []

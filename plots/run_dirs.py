@@ -170,8 +170,8 @@ class Run:
 
     @property
     def settings(self) -> dict:
-        """What it was told, and how many of torch's threads it had."""
-        return {"threads": self.config.get("threads")} | self.config["args"]
+        """What it was told; in older runs torch's threads were no flag."""
+        return {"torch_threads": self.config.get("threads")} | self.config["args"]
 
     @functools.cached_property
     def trace(self) -> dict | None:
@@ -304,7 +304,7 @@ def incomparable(runs: list[Run]) -> str | None:
                     names = one.keys() & another.keys()  # the variant has flags of its own
                 for key in names - FREE_ARGS:
                     pairs[key] = one.get(key), another.get(key)
-                if run.row == other.row:  # the variant may have other threads than the baseline
+                if run.row == other.row:  # a former variant had other threads than its baseline
                     pairs["threads"] = run.config["cpu"]["threads"], other.config["cpu"]["threads"]
             for key, (here, there) in sorted(pairs.items()):
                 if here != there:
@@ -370,7 +370,10 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) -> dict:
-    """config.json of the run in `path` and what machine.json beside it, or else `machine`, adds."""
+    """config.json of the run in `path` and what machine.json beside it, or else `machine`, adds.
+
+    Older ones name the processor, its vector instructions and the number of torch's threads.
+    """
     config = read_json(path / f"config{suffix}")
     beside = path / "machine.json"
     found = {"python": None, "gpu_driver": None, "load_average": None, "git_commit": None}
@@ -379,7 +382,7 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     model = config.pop("processor", None)
     cpu = {"model": model, "vectors": None, "cores": None} | found.get("cpu", {})
     cpu["vectors"] = config.pop("vectors", None) or cpu["vectors"]
-    cpu["threads"] = config["threads"]
+    cpu["threads"] = config.get("threads") or config["args"]["torch_threads"]
     return found | config | {"cpu": cpu, "versions": versions}
 
 

@@ -9,17 +9,19 @@ and the figure as PNG and SVG: a panel per script and environment, a line per ro
 table, the GPU above the processor. Of several runs of a row the newest counts, of finished ones
 where there are any.
 
-    GPU             percent of the time in which any kernel runs, which NVML is asked about once a
-                    second: 100% may be 1% of the chip. "-" without a GPU or nvidia-ml-py
+    GPU             percent of the time in which any kernel runs, which NVML is asked about at each
+                    row of metrics: 100% may be 1% of the chip. "-" without a GPU or nvidia-ml-py
     processor       percent of one core that the process takes, user and system time of all its
                     threads over wall-clock time: 200% are two cores. Other processes of a run are
                     not in it, evaluations are
     area            percent-seconds under the line. Of two runs of as many steps, as the rows of the
                     quick table are, that with less has taken less of the machine
-    window          seconds of the steady window, without compilation, with evaluations; all of a
-                    run that was still warming up, which has no steps/s
+    window          seconds between the first and the last row of metrics in the steady window,
+                    without compilation and without a trace, with evaluations; all of a run that was
+                    still warming up, which has no steps/s
 
-All are from stages.json of the runs, where the stopwatch has written them.
+All are from TensorBoard: charts/gpu_percent and charts/cpu_seconds over the time of the events. A
+run that was resumed is left out: its second process counts anew.
 """
 
 import sys
@@ -29,33 +31,33 @@ from pathlib import Path
 import breakdown
 import curves
 import matplotlib.pyplot as plt
+import numpy as np
 import run_dirs
 from run_dirs import Run, label, short, shown
 
-SHORTEST = 0.5  # seconds
+SHORTEST = 0.5  # seconds that a step of a line lasts
+SEEN = 2.0  # seconds: NVML tells of the last one at most, which is little of a shorter window
+CPU, GPU = "charts/cpu_seconds", "charts/gpu_percent"
 Step = tuple[float, float, float]  # seconds where it begins and ends, percent
 KINDS = {"GPU": "GPU busy (%)", "processor": "processor (% of a core)"}
 
 
-def processor_steps(samples: list[list[float]]) -> list[Step]:
-    """Processor seconds at times -> percent of a core between each two of them.
+def percents(times: np.ndarray, spent: np.ndarray) -> list[Step]:
+    """Seconds spent up to these times -> percent between each two of them.
 
-    The last gap, which ends with the window, joins the one before if it is too short to tell.
+    Those that follow too soon to tell are passed over, but for the last one, which joins the gap
+    before.
     """
-    if len(samples) > 2 and samples[-1][0] - samples[-2][0] < SHORTEST:
-        samples = [*samples[:-2], samples[-1]]
+    kept = [0]
+    for i, at in enumerate(times):
+        if at - times[kept[-1]] >= SHORTEST:
+            kept.append(i)
+    kept[max(len(kept) - 1, 1) :] = [len(times) - 1]
     found = []
-    for (begin, before), (end, after) in pairwise(samples):
-        if end > begin:
-            found.append((begin, end, 100 * (after - before) / (end - begin)))
+    for i, k in pairwise(kept):
+        begin, end = float(times[i]), float(times[k])
+        found.append((begin, end, 100 * float(spent[k] - spent[i]) / (end - begin)))
     return found
-
-
-def gpu_steps(samples: list[list[float]], begin: float, end: float) -> list[Step]:
-    """Percents at times -> percent since the sample before; the last holds until the end."""
-    edges = [begin, *(at for at, _ in samples[:-1]), end]
-    percents = [percent for _, percent in samples]
-    return [(*edge, percent) for edge, percent in zip(pairwise(edges), percents, strict=True)]
 
 
 def area(line: list[Step]) -> float:
@@ -63,17 +65,28 @@ def area(line: list[Step]) -> float:
     return sum((end - begin) * percent for begin, end, percent in line)
 
 
+def window(run: Run, tag: str) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and values of a metric in the steady window, which ends where a trace begins."""
+    series = run.series([tag]).get(tag)
+    report = run.stages
+    if series is None or not report or len(run_dirs.parts(run.path, "config")) > 1:
+        return np.empty(0), np.empty(0)
+    first = round(report["sps"] * report["wall_seconds"]) - report["env_steps"]
+    inside = (series.steps >= first) & (series.seconds <= report["wall_seconds"])
+    return series.seconds[inside], series.values[inside]
+
+
 def reduce(run: Run) -> dict | None:
-    """A run -> its lines and their areas; None if it has no processor seconds."""
-    on_cpu = run.stages.get("cpu_seconds", [])
-    on_gpu = run.stages.get("nvml_percent", [])
-    processor = processor_steps(on_cpu)
-    if not processor:
+    """A run -> its lines and their areas; None if it has fewer than two rows of metrics."""
+    times, spent = window(run, CPU)
+    if len(times) < 2:
         return None
-    begin, end = on_cpu[0][0], on_cpu[-1][0]
-    lines = {"processor": processor}
-    if len(on_gpu) > 2:  # each tells of the last second at most: fewer say nothing of a window
-        lines["GPU"] = gpu_steps(on_gpu, begin, end)
+    begin, end = float(times[0]), float(times[-1])
+    lines = {"processor": percents(times, spent)}
+    times, busy = window(run, GPU)
+    if len(times) > 2 and end - begin > SEEN:  # each row tells of the time since the one before
+        gaps = np.diff(times, prepend=times[0])
+        lines["GPU"] = percents(times, np.cumsum(busy / 100 * gaps))
     row = {
         "script": run.script,
         "env_id": run.env_id,

@@ -15,12 +15,11 @@ def config(row="baseline", seed=1, gpu=None, script=SCRIPT, **args):
         {f: f in row.split("+") for f in ("compile", "cudagraphs")} if row != "baseline" else {}
     )
     name = script + (run_dirs.VARIANT if variant else "")
-    args = {"total_timesteps": 1000, "env_id": "HalfCheetah-v5", **args}
+    args = {"total_timesteps": 1000, "env_id": "HalfCheetah-v5", "torch_threads": 2, **args}
     return {
         "args": {"exp_name": name, "seed": seed, **variant, **args},
         "command": f"leanrl/{name}.py --seed {seed}",
         "versions": {"torch": "2.13.0"},
-        "threads": 2,
         "gpu": gpu,
     }
 
@@ -57,9 +56,20 @@ def report(steady=10.0, gpu=False):
         "seconds": 10.0,
         "stages": seconds,
         "gpu_stages": {"backpropagation": 3.0} if gpu else {},
-        "cpu_seconds": [[2.0, 1.0], [4.0, 4.0], [6.0, 5.0]],
-        "nvml_percent": [[3.0, 0], [4.0, 100], [5.0, 50]] if gpu else [],
     }
+
+
+def usage(*rows, first=900):
+    """Events of the last 100 steps of `report`: (second, processor seconds, and percent of a GPU).
+
+    Before them is a row of the warm-up, and after them one that was written while a trace was made.
+    """
+    found = [("charts/SPS", first - 1, 1.0, first - 1.0)]  # so that seconds are those since set-up
+    for i, (second, spent, *percent) in enumerate([(1.0, 0.5, 0), *rows, (20.1, 9.0, 0)]):
+        found.append(("charts/cpu_seconds", first + i - 1, second, spent))
+        if any(len(row) > 2 for row in rows):
+            found.append(("charts/gpu_percent", first + i - 1, second, percent[0]))
+    return found
 
 
 def event(category, name, start, end, correlation=0, thread=1):

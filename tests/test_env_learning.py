@@ -1,11 +1,15 @@
 """One learner with environments of several kinds: what it sees of them, and the reduction."""
 
+import json
 import multiprocessing
+import subprocess
+import sys
 
 import env_learning
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from run_dirs import Series
 
 CPU = torch.device("cpu")
@@ -16,6 +20,7 @@ def test_what_the_learner_sees(kind):
     """Pushed to the right a pole falls: where an episode ends, its length, and where it goes on."""
     pytest.importorskip("stable_baselines3" if "SB3" in kind else "envpool")
     make, _ = env_learning.KINDS[kind]
+    others = multiprocessing.active_children()  # of tests before
     num_envs = 3
     envs = make(num_envs, CPU)
     envs.reset(seed=1)
@@ -39,7 +44,24 @@ def test_what_the_learner_sees(kind):
             assert next_obs[i].abs().max() <= 0.05
     assert endings >= 2 * num_envs
     envs.close()
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(others)
+
+
+def test_a_worker_ends_though_its_environments_are_processes(tmp_path):
+    """They are made after the run, so that its handler takes the signals that should end them."""
+    pytest.importorskip("stable_baselines3")
+    code = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "plots")!r}, {str(ROOT / "plots/measure")!r}]
+import env_learning
+env_learning.SETTINGS[16]["total_timesteps"] = 4096
+env_learning.train("SB3 SubprocVecEnv, 16", 1, "short")
+"""
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    (stages,) = tmp_path.glob("runs/*__short__1__*/stages.json")
+    stages = json.loads(stages.read_text())
+    assert stages["env_steps"] == 4096 - 3 * 512 and stages["stages"]["simulation"] > 0
 
 
 def test_reduction_by_hand():

@@ -282,23 +282,38 @@ def test_a_file_that_is_no_trace(tmp_path):
 
 
 def traced_loop(path, work, iterations):
-    """The reduced trace of `work`, which opens stages, run under the stopwatch."""
-    watch = Stopwatch(torch.device("cpu"), "trace", 1, trace_after=2, trace_iterations=iterations)
+    """The reduced trace of `work`, which begins stages, run under the stopwatch."""
+    watch = traced_watch(2, iterations)
     for i in range(iterations + 10):
         work(watch.stage)
         watch.tick(2 * (i + 1))
-    report = watch.report(path / "stages.json")
-    return traces.read_trace(path, report)
+    return traces.read_trace(path, leave_records(watch, path))
+
+
+def traced_watch(after, iterations):
+    device = torch.device("cpu")
+    return Stopwatch(device, 1, True, trace_after=after, trace_iterations=iterations)
+
+
+def leave_records(watch, path):
+    """As Run.close does -> the report."""
+    report = watch.measure()
+    (path / "stages.json").write_text(json.dumps(report))
+    if watch.profiler:
+        watch.profiler.stop()
+        watch.profiler.export_chrome_trace(str(path / "trace.json.gz"))
+    return report
 
 
 def cpu_work(stage):
     weights = torch.tensor([[0.5]], requires_grad=True)
-    with stage("simulation"):
-        sum(range(2000))
-    with stage("inference"), torch.no_grad():
+    stage("simulation")
+    sum(range(2000))
+    stage("inference")
+    with torch.no_grad():
         weights @ weights
-    with stage("backpropagation"):
-        (weights @ weights).sum().backward()
+    stage("backpropagation")
+    (weights @ weights).sum().backward()
 
 
 def test_a_real_trace_of_a_small_loop(tmp_path, capsys):
@@ -325,12 +340,11 @@ def test_a_real_trace_of_a_small_loop(tmp_path, capsys):
 @pytest.mark.parametrize("iterations", [2, 3, 4, 5, 7])
 def test_a_run_that_ends_before_its_trace_does(tmp_path, capsys, iterations):
     """After 1 iteration of warm-up, 2 of the window and 1 for the profiler come 5 to trace."""
-    watch = Stopwatch(torch.device("cpu"), "trace", 1, trace_after=2, trace_iterations=5)
+    watch = traced_watch(2, 5)
     for i in range(iterations):
         cpu_work(watch.stage)
         watch.tick(i + 1)
-    report = watch.report(tmp_path / "stages.json")
-    capsys.readouterr()
+    report = leave_records(watch, tmp_path)
     status, said, error = read_out(capsys, tmp_path)
     if iterations == 2:
         assert status == 0 and "until the trace is complete" in said
@@ -351,10 +365,10 @@ def test_a_traced_cuda_graph(tmp_path):
         result = (weights @ weights).relu()
 
     def work(stage):
-        with stage("backpropagation"):
-            graph.replay()
-        with stage("logging"):
-            result[0, 0].item()
+        stage("backpropagation")
+        graph.replay()
+        stage("logging")
+        result[0, 0].item()
 
     trace = traced_loop(tmp_path, work, 10)
     update = trace["stages"]["backpropagation"]
@@ -418,11 +432,11 @@ def test_a_script_of_your_own(tmp_path, capsys):
     weight = torch.zeros(8, 8, requires_grad=True)
 
     def work(stage):
-        with stage("simulation"):
-            sum(range(20_000))
-        with stage("backpropagation"):
-            for _ in range(20):
-                (weight @ weight).sum().backward()
+        stage("simulation")
+        sum(range(20_000))
+        stage("backpropagation")
+        for _ in range(20):
+            (weight @ weight).sum().backward()
 
     traced_loop(tmp_path, work, 5)
     capsys.readouterr()
@@ -476,7 +490,7 @@ def test_a_report_that_lacks_something(tmp_path, capsys):
     off = report() | {"stages": {"untracked": 10.0, "evaluation": 3.0}}
     path = make_run(tmp_path, 2, config(), off)
     status, _, error = read_out(capsys, path)
-    assert status == 1 and "the stopwatch was off" in error
+    assert status == 1 and "has no stages, only `untracked`" in error
     (path / "stages_9.json").write_text(json.dumps(report()))  # it was resumed, twice
     last = report() | {"sps_steady": 7.0}
     (path / "stages_10.json").write_text(json.dumps(last))

@@ -26,9 +26,10 @@ def script_of(steps, seconds_per_step, warmup_steps):
 
     class Run:
         def __init__(self, args):
-            self.args = args
+            self.flags = vars(args)
             self.step = 0
             self.total_steps = steps
+            self.ending = False
             self.watch = SimpleNamespace(warmup_seconds=None)
 
         def write(self, row, step=None):
@@ -41,19 +42,17 @@ def script_of(steps, seconds_per_step, warmup_steps):
 
     def main(args):
         run = script.Run(args)
-        try:
-            while run.step < run.total_steps:
-                run.step += 1
-                Clock.now += seconds_per_step
-                run.write({"charts/episodic_return": 1.0})
-                assert not run.due(0) and run.due(100)
-                if run.due(args.eval_every):
-                    Clock.now += 1000
-                    run.write({"charts/eval_return": 10.0 * run.step})
-                if run.step == warmup_steps:
-                    run.watch.warmup_seconds = 1.0
-        except KeyboardInterrupt:
-            raise SystemExit("interrupted") from None
+        while not run.ending:
+            run.step += 1
+            Clock.now += seconds_per_step
+            run.write({"charts/episodic_return": 1.0})
+            run.ending = run.step == run.total_steps
+            assert not run.due(0) and run.due(100)
+            if run.due(args.eval_every):
+                Clock.now += 1000
+                run.write({"charts/eval_return": 10.0 * run.step})
+            if run.step == warmup_steps:
+                run.watch.warmup_seconds = 1.0
 
     script.main = main
     return script

@@ -187,19 +187,34 @@ def test_runs_that_cannot_be_compared_are_refused(runs, capsys):
     assert stopped.value.code == 2 and "batch_size" in capsys.readouterr().err
 
 
-def test_runs_of_a_row_with_other_threads_are_refused(runs, capsys):
-    make_run(runs, 500, config("eager", 3) | {"threads": 1}, stages(90))
+def former(threads, *given, **args):
+    """A config.json of scripts that had no flag for their threads."""
+    made = config(*given, **args) | {"threads": threads}
+    del made["args"]["torch_threads"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (config("eager"), config("eager", 2, torch_threads=1), "threads 2,"),
+        (config("baseline"), config("compile", torch_threads=1), "torch_threads 2,"),
+        (former(2, "eager"), former(1, "eager", 2), "threads 2,"),
+    ],
+    ids=["a-row", "a-pair", "a-former-row"],
+)
+def test_runs_with_other_threads_are_refused(one, other, said, tmp_path, capsys):
+    make_run(tmp_path, 1, one, stages(100))
+    make_run(tmp_path, 2, other, stages(90))
     with pytest.raises(SystemExit):
-        speedup.main(["--table-only", str(runs)])
-    assert "has threads 2," in capsys.readouterr().err
+        speedup.main(["--table-only", str(tmp_path)])
+    assert f" has {said}" in capsys.readouterr().err
 
 
-def test_flags_and_threads_of_the_variant_alone_do_not_matter(tmp_path):
+def test_flags_and_former_threads_of_the_variant_alone_do_not_matter(tmp_path):
     runs = tmp_path / "runs"
-    make_run(runs, 1, config("baseline"), stages(100))
-    one = config("compile", env_backend="kernel")
-    one["threads"] = 1
-    make_run(runs, 2, one, stages(300))
+    make_run(runs, 1, former(2, "baseline"), stages(100))
+    make_run(runs, 2, former(1, "compile", env_backend="kernel"), stages(300))
     status, record = tabulate(tmp_path, runs)
     assert status == 0 and {row.get("speedup") for row in record["rows"]} >= {1, 3}
 
@@ -225,7 +240,7 @@ if "trace" in sys.argv:
     shutil.copytree(EVENTS, path, dirs_exist_ok=True)
 (path / "config.json").write_text(json.dumps(config))
 (path / "stages.json").write_text(json.dumps(STAGES))
-print(f"80.0 steps/s, {path}/stages.json")
+print(f"80.0 steps/s, {path}")
 """
 
 
@@ -472,7 +487,7 @@ def test_where_nobody_reads_all_is_written_first(runs, tmp_path, monkeypatch):
 def test_a_run_that_was_killed_has_no_speed(tmp_path):
     """Also where it might have been interrupted, as those are that end by time."""
     path = make_run(tmp_path, 1, config(), None)
-    (tmp_path / "log").write_text(f"1.0 steps/s, {path}/stages.json\n")
+    (tmp_path / "log").write_text(f"1.0 steps/s, {path}\n")
     with pytest.raises(ValueError, match="has no stages.json: killed or still running"):
         processes.read_logged(tmp_path / "log", whole=False)
 
@@ -533,12 +548,13 @@ def test_a_call_names_switches_and_lists():
 def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
     job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", "--total-timesteps", "18"], 18, 9)
     pair = overhead.commands(job)
-    assert pair["off"][2:4] == pair["on"][2:4] == ["--total-timesteps", "18"]
-    assert pair["off"][-2:] == ["--stopwatch", "off"] and "--stopwatch" not in pair["on"]
+    flags = {arm: words[words.index("x.py") :] for arm, words in pair.items()}
+    assert flags["off"][:3] == flags["on"][:3] == ["x.py", "--total-timesteps", "18"]
+    assert pair["off"].index("off") == pair["on"].index("on")
     folder = tmp_path / "runs"
-    off = make_run(folder, 1, config(stopwatch="off"), stages(100.0))
+    off = make_run(folder, 1, config(), stages(100.0))
     on = make_run(folder, 2, config(), report(100 / 1.04))
-    code = "print('1,234.5 steps/s, {}/stages.json')"
+    code = "print('1,234.5 steps/s, {}')"
     words = {path: [sys.executable, "-c", code.format(path)] for path in (off, on)}
     pair = {"off": words[off], "on": words[on]}
     monkeypatch.setattr(overhead, "commands", lambda job: dict(pair))
@@ -552,6 +568,29 @@ def test_bias_is_what_the_stopwatch_costs(monkeypatch, tmp_path):
     pair["on"] = [sys.executable, "-c", "raise SystemExit('what went wrong')"]
     with pytest.raises(ValueError, match="(?s)stopwatch on, ended with exit status 1.*what went"):
         overhead.measure(job, side_by_side=False, logs=tmp_path / "logs")
+
+
+def test_the_uninstrumented_arm_keeps_the_clock_alone(tmp_path, monkeypatch):
+    """And runs of both arms are of no script, so that no table takes them in."""
+    from leanrl import sac_continuous_action as script
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(script, "Stopwatch", type("Stopwatch", (script.Stopwatch,), {}))
+    flags = "--env-id Pendulum-v1 --learning-starts 20 --batch-size 8 --total-timesteps 140"
+    runs = {}
+    for arm in ("on", "off"):
+        job = overhead.Job(SCRIPT, "baseline", 1, ["python", "x.py", *flags.split()], 140, 9)
+        words = overhead.commands(job)[arm]
+        overhead.work(arm, f"leanrl/{SCRIPT}.py", *words[words.index("x.py") + 1 :])
+        (path,) = (tmp_path / "runs").glob(f"*__{overhead.ARMS[arm]}__*")
+        runs[arm] = run_dirs.read_run(path)
+        assert runs[arm].script == overhead.ARMS[arm] and runs[arm].row == "baseline"
+        assert runs[arm].stages["sps_steady"] > 0 and runs[arm].stages["iterations"] == 20
+    assert {"simulation", "backpropagation"} < runs["on"].stages["stages"].keys()
+    (seconds,) = runs["off"].stages["stages"].values()
+    assert seconds == pytest.approx(runs["off"].stages["seconds"])
+    assert "sampling" in vars(script.Stopwatch), "no samples of a GPU are taken either"
 
 
 # run.sh gpu

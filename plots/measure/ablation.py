@@ -8,7 +8,8 @@ the other, with what one would do otherwise in its place, each in a process of i
 seed n. Where torch.compile cannot follow what takes the place of a trick, it compiles what is
 around that. The speed of a shared machine may double within a minute. Therefore on a CPU all
 processes of a round are there at once: each runs for half a second, by one thread, while the others
-stand still, and seconds are those of the processor. On a GPU they run one after the other.
+stand still, and seconds are those of the processor. On a GPU they run one after the other. All
+have one of torch's threads.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of whole        median over the rounds of steps/s divided by the whole script's in that round
@@ -90,11 +91,6 @@ def call_from_python(agent) -> None:
     torch._inductor.config.cpp_wrapper = False
 
 
-def multiply_as_usual(agent) -> None:
-    """Products of matrices by MKL also on Zen 5."""
-    torch.set_float32_matmul_precision("highest")
-
-
 # SAC and TD3
 
 
@@ -131,13 +127,6 @@ def patch_replay(module) -> None:
                 torch.index_select(column, 0, index, out=part)
 
     module.ReplayBuffer = ReplayBuffer
-
-
-def lay_by_rows(agent) -> None:
-    """Each row of a stacked weight in one piece, as PyTorch lays it."""
-    state = agent.q_optimizer.exp_avgs + agent.q_optimizer.exp_avg_sqs
-    for tensor in (*agent.qf.parameters(), *agent.qf_target.parameters(), *state):
-        tensor.data = tensor.data.contiguous()
 
 
 def patch_optimizer(module) -> None:
@@ -257,16 +246,13 @@ ON_POLICY = {
 COMPILED_OFF_POLICY = {
     "critic update compiled": uncompiled("update_critic"),
     "actor update compiled": uncompiled("update_actor"),
-    "acting compiled": uncompiled("act"),
-    "weights laid as their gradients": once_compiled(lay_by_rows),
 }
+COMPILED_SAC = COMPILED_OFF_POLICY | {"acting compiled": uncompiled("act")}
 COMPILED_ON_POLICY = {"update compiled": uncompiled("update")}
 if not torch.cuda.is_available():
-    for tricks in (COMPILED_OFF_POLICY, COMPILED_ON_POLICY):
-        tricks["kernels called from C++"] = once_compiled(call_from_python)
-    COMPILED_OFF_POLICY["products by oneDNN, on Zen 5"] = once_compiled(multiply_as_usual)
+    COMPILED_ON_POLICY["kernels called from C++"] = once_compiled(call_from_python)
 TRICKS = {
-    "sac": OFF_POLICY | COMPILED_OFF_POLICY,
+    "sac": OFF_POLICY | COMPILED_SAC,
     "td3": OFF_POLICY | COMPILED_OFF_POLICY,
     "ppo": ON_POLICY | COMPILED_ON_POLICY,
 }
@@ -278,11 +264,11 @@ def work(algorithm: str, trick: str, seed: int, steps: int) -> None:
     if trick != WHOLE:
         TRICKS[algorithm][trick](module)
     settings = SETTINGS[algorithm] | {"total_timesteps": steps, "seed": seed, "compile": True}
+    settings["torch_threads"] = 1
     settings["cudagraphs"] = torch.cuda.is_available()
     settings["exp_name"] = f"ablation-{algorithm}-without-{trick}"  # no run of the script
     if SLICE:
         module.perf_counter = time.process_time  # the stopwatch's clock
-        torch.set_num_threads(1)
     module.main(module.Args(**settings))
 
 

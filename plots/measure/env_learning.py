@@ -10,9 +10,10 @@ and, but for processes, with 256; where there is a GPU with 4,096, too. Rates, e
 minibatches go by that number; with 16 and 256 discounting is that of RL Baselines3 Zoo for this
 task, with 4,096 the script's.
 
-Rounds in turns, each run in a process of its own; round n has seed n. Seconds count from the set-up
-of the run on, which makes the environments and compiles the kernel; imports do not. The return is
-the mean of the episodes that end in a rollout, over the last ten such rollouts.
+Rounds in turns, each run in a process of its own, with one of torch's threads; round n has seed n.
+Seconds count from the set-up of the run on, which makes the environments and compiles the kernel;
+imports do not. The return is the mean of the episodes that end in a rollout, over the last ten such
+rollouts.
 
     steps/s         median over the rounds, and range, of the stopwatch's steady window
     of tensors      median over the rounds of steps/s divided by that of as many tensors
@@ -26,6 +27,7 @@ Written to --out: env_learning.md, .json, the figure env_learning and logs/. Exi
 failed.
 """
 
+import atexit
 import importlib
 import re
 import sys
@@ -98,6 +100,7 @@ class ProcessesCartPole(OthersCartPole):
             vec_env_cls=SubprocVecEnv,
             vec_env_kwargs={"start_method": "fork"},  # others import torch in each process
         )
+        atexit.register(self.close)  # the processes have the run's signal handlers: no SIGTERM ends
 
     def reset(self, *, seed=None, options=None) -> tuple:
         self.envs.seed(seed)

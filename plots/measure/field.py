@@ -1,7 +1,7 @@
 r"""The field benchmark: how fast an algorithm is here and in other libraries, on the same machine.
 
     bash run.sh field                               makes .venv-field first, then calls this
-    bash run.sh field --algorithm ppo --rounds 3
+    bash run.sh field --algorithm ppo --rounds 3 --cores 2
     python plots/measure/field.py --algorithm td3 --steps 3000 --field-python .venv-field/bin/python
 
 Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the variant eager and the
@@ -21,7 +21,8 @@ part of this project and wants old packages, where you have put them:
         --peer "env PYTHONPATH=OLD python cleanrl/pqn_atari_envpool.py"
 
 All else is each library's default. One process at a time, in rounds (A B C D E, A B C D E), round
-n with seed n. All use as many threads as they choose, and a GPU if their torch or JAX has one.
+n with seed n. All are kept on the same --cores (1 by default) and have as many of torch's threads;
+JAX and EnvPool take what they find. All use a GPU if their torch or JAX has one.
 
     steps/s         median over the rounds, and range, after the warm-up: for ours the stopwatch's
                     steady window, for the others from 1,000 steps after learning starts to the end,
@@ -38,6 +39,7 @@ Written to plots/out/: field_ALGORITHM.md, .json, and logs/. Exit status 1 if a 
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -180,6 +182,7 @@ def work(options: argparse.Namespace) -> None:
                 print(f"{self.num_timesteps}/{steps} [", file=sys.stderr, flush=True)
             return True
 
+    torch.set_num_threads(options.cores)
     born = time.perf_counter()
     clock = Clock()
     make = getattr(importlib.import_module(library), algorithm.partition("_")[0].upper())
@@ -209,19 +212,25 @@ def work(options: argparse.Namespace) -> None:
 
 
 def run_library(command: list[str], log: Path, progress, what: str) -> dict:
-    """A worker in the field's python -> what it printed last; ValueError says what went wrong."""
+    """A worker in the field's python -> what it printed last; ValueError says what went wrong.
+
+    The command is `taskset` and its two words, then the worker's.
+    """
     status = processes.run_logged(command, log, progress)
     result = processes.read_log(
         status, log, what, lambda log: json.loads(log.read_text().rstrip().rpartition("\n")[2])
     )
-    return {"command": shlex.join(["python", *command[1:]]), **result}
+    return {"command": shlex.join([*command[:3], "python", *command[4:]]), **result}
 
 
-def run_peer(command: list[str], log: Path, progress, what: str, steady_after: int) -> dict:
+def run_peer(
+    command: list[str], log: Path, progress, what: str, steady_after: int, threads: int = 1
+) -> dict:
     """A script with CleanRL's flags -> its speed, by its TensorBoard files, a row per rollout."""
     runs = run_dirs.ROOT / "runs"
     before = set(runs.glob("*"))
-    status = processes.run_logged(command, log, progress)
+    environment = {"OMP_NUM_THREADS": str(threads)}  # it has no flag for that
+    status = processes.run_logged(command, log, progress, environment)
 
     def read(log: Path) -> dict:
         for path in set(runs.glob("*")) - before:
@@ -246,7 +255,7 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     log = options.out / "logs" / name
     if entrant in LIBRARIES:
         flags = {"--worker": LIBRARIES[entrant], "--algorithm": options.algorithm}
-        flags |= {"--steps": options.steps, "--seed": seed}
+        flags |= {"--steps": options.steps, "--seed": seed, "--cores": options.cores}
         command = [options.field_python, "plots/measure/field.py"]
     else:
         flags = {"--env-id": settings.env_id, "--seed": seed, "--total-timesteps": options.steps}
@@ -255,24 +264,30 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
         if entrant != PEER:
             suffix, *switches = settings.rows[entrant]
             command = [sys.executable, f"leanrl/{settings.script}{suffix}", *switches]
+            flags["--torch-threads"] = options.cores
+    command = processes.on_cores(options.cores) + command
     command += [str(part) for flag in flags.items() for part in flag]
     if entrant in LIBRARIES:
         return run_library(command, log, progress, what)
     if entrant == PEER:
-        return run_peer(command, log, progress, what, settings.steady_after)
+        return run_peer(command, log, progress, what, settings.steady_after, options.cores)
     run = processes.run_and_read(command, log, progress, what)
     return processes.numbers(run, command)
 
 
-def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
+def summarize(
+    results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS), cores: int = 1
+) -> list[dict]:
     """The first entrant is what all are compared with."""
     compared = dict.fromkeys(entrants, entrants[0])
-    return rounds.summarize(results, "entrant", "ratio_to_sb3", compared)
+    rows = rounds.summarize(results, "entrant", "ratio_to_sb3", compared)
+    return [row | {"cores": cores} for row in rows]
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
     columns = {
         f"of {rows[0]['entrant']}": rounds.ratio("ratio_to_sb3"),
+        "cores": lambda row: str(row["cores"]),
         "runs": lambda row: str(row["runs"]),
     }
     return rounds.cells(rows, "entrant", columns)
@@ -281,6 +296,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS, "--seed", "--field-python")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
+    parser.add_argument("--cores", type=run_dirs.few, default=1, help="and threads, of a run")
     parser.add_argument("--peer", help="what runs CleanRL's file, for PQN")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     options = parser.parse_args(arguments)
@@ -291,16 +307,20 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         work(options)
         return 0
+    here = len(os.sched_getaffinity(0))
+    if options.cores > here:
+        parser.error(f"--cores {options.cores}: there are {here}")
     if PEER in settings.libraries:
         if not options.peer:
             parser.error(f"--peer: {options.algorithm} is compared with a script of CleanRL's")
     else:
         processes.check_field(parser, options, "field")
     results, failures = rounds.take_turns(settings.entrants, options, measure)
-    rows = summarize(results, settings.entrants)
-    command = processes.call("field.py", options, "algorithm", "rounds", "steps")
+    rows = summarize(results, settings.entrants, options.cores)
+    command = processes.call("field.py", options, "algorithm", "rounds", "steps", "cores")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
     above = ["Field benchmark", f"{settings.env_id}, {options.steps:,} steps per run"]
+    above.append(f"each run on {options.cores} of the cores, with as many of torch's threads")
     above += [f"LeanRL: {flag} {value}" for flag, value in settings.ours.items()]
     for library in settings.libraries:
         if library == PEER:

@@ -5,9 +5,8 @@
 
 HalfCheetah-v5, one update per step of all environments: Stable-Baselines3 (in .venv-field, which
 `bash run.sh field` makes), our baseline and the variant with --compile. All have two hidden layers
-of 256, batches of 256 and one environment, but for what the row names. One process at a time. The
-larger the products, the fewer updates: from 1,500 to 94. Later ones are slower without --compile,
-which counts denormal numbers as zero.
+of 256, batches of 256 and one environment, but for what the row names. One process at a time, each
+on one core with one thread. The larger the products, the fewer updates: from 1,500 to 94.
 
     steps/s         environment steps, median over the rounds, from the hundredth update to the end
     compile pays    speed with --compile / that of the baseline in the same round, median
@@ -74,6 +73,7 @@ def work(point: dict, seed: int) -> None:
         settings = replace(field.OFF_POLICY, theirs=theirs, steady_after=after, num_envs=num_envs)
         field.ALGORITHMS["sac"] = settings
         told = {"worker": "stable_baselines3", "algorithm": "sac", "steps": length(point)}
+        told["cores"] = 1
         field.work(argparse.Namespace(seed=seed, **told))
         return
     suffix = ""
@@ -94,13 +94,14 @@ def work(point: dict, seed: int) -> None:
         )
 
     module.mlp = mlp
-    module.STEADY_AFTER = WARM
+    module.STEADY_AFTER = WARM // 2  # of each kind: every second update is one of the policy
     args = module.Args(
         exp_name="growth",
         seed=seed,
         total_timesteps=length(point),
         learning_starts=starts,
         batch_size=batch,
+        torch_threads=1,
         num_envs=num_envs,
         utd_ratio=1 / num_envs,
         **flags,
@@ -113,7 +114,8 @@ def measure(name: str, seed: int, options: argparse.Namespace, progress) -> dict
     point = points("*")[name]
     theirs = point["entrant"] == "Stable-Baselines3"
     python = options.field_python if theirs else sys.executable
-    command = [python, "plots/measure/growth.py", "--worker", name, "--seed", str(seed)]
+    command = [*processes.on_cores(1), python, "plots/measure/growth.py", "--worker", name]
+    command += ["--seed", str(seed)]
     log = options.out / "logs" / f"growth-{name.replace(' ', '-')}-seed-{seed}.log"
     what = f"{name} round {seed}"
     if theirs:

@@ -3,13 +3,15 @@
     python plots/measure/overhead.py                      every script; files in plots/out/
     python plots/measure/overhead.py --only 'ppo_cont*'   of every 'SCRIPT ROW', those that match
 
-Per script, row and seed two runs as long as those of the quick table: one with --stopwatch off,
-which counts steps and reads the clock twice, and one with --stopwatch time, the default. (A trace
-takes no part: what it tells is scaled to the untraced seconds.) Without a GPU they run at the same
-moment on a core each, so that the drift of a shared machine hits both alike, and change cores with
-each seed; with one, or on a single core, one after the other.
+Per script, row and seed two runs as long as those of the quick table: one of the script as it is,
+and one whose stages do nothing: it reads the clock once per iteration, waits for no GPU to take a
+sample, and still calls `run.stage`, which costs some 50 ns each time. Processes that a script
+starts are as they are in both. (A trace takes no part: what it tells is scaled to the untraced
+seconds.) Without a GPU the two run at the same moment on a core each, so that the drift of a shared
+machine hits both alike, and change cores with each seed; with one, or on a single core, one after
+the other.
 
-    off             microseconds per environment step without the stopwatch, mean over the seeds
+    off             microseconds per environment step without the stages, mean over the seeds
     with            the same with it
     bias            with / off - 1: mean over the seeds, and range. It is to stay below 1%; RL-Scope
                     reports -17% to +11% after its own correction
@@ -20,11 +22,14 @@ is beyond 1%.
 
 import argparse
 import fnmatch
+import importlib
 import os
 import shutil
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import processes
 import run_dirs
@@ -32,15 +37,40 @@ import speedup
 from speedup import Job
 
 LIMIT = 0.01
+WORKER = "plots/measure/overhead.py"
+ARMS = {"off": "uninstrumented", "on": "instrumented"}  # so that no table takes their runs in
 
 
 def commands(job: Job) -> dict[str, list[str]]:
-    """The pair, with names of their own, so that runs/ keeps both and no table takes them in."""
-    words = [word for word in job.command if word not in speedup.TRACED]
-    return {
-        "off": [*words, "--exp-name", "uninstrumented", "--stopwatch", "off"],
-        "on": [*words, "--exp-name", "instrumented"],
-    }
+    """The pair."""
+    python, script, *words = (word for word in job.command if word not in speedup.TRACED)
+    pair = {}
+    for arm, name in ARMS.items():
+        flags = [*words, "--exp-name", name, "--torch-threads", "1"]
+        pair[arm] = [python, WORKER, "--worker", arm, script, *flags]
+    return pair
+
+
+def switch_off(stopwatch: type) -> None:
+    """Leaves of its stages what `tick` and `measure` need: the clock. It takes no samples."""
+
+    def stage(self, name: str) -> None:
+        if name == "untracked":
+            now = perf_counter()
+            self.seconds[name] += now - self.last
+            self.last = now
+
+    stopwatch.stage = stage
+    stopwatch.sampling = property(lambda self: False, lambda self, value: None)
+
+
+def work(arm: str, script: str, *flags: str) -> None:
+    """The worker: trains once."""
+    module = importlib.import_module(f"leanrl.{Path(script).stem}")
+    if arm == "off":
+        switch_off(module.Stopwatch)
+    sys.argv = [WORKER, *flags]
+    module.main(module.parse_args(module.Args))
 
 
 def measure(job: Job, side_by_side: bool, logs: Path, progress=None) -> dict:
@@ -51,7 +81,6 @@ def measure(job: Job, side_by_side: bool, logs: Path, progress=None) -> dict:
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(logs / f"cache-{job.script}-{job.row}")}
     statuses = {}
     if side_by_side:
-        environment["OMP_NUM_THREADS"] = "1"
         cores = sorted(os.sched_getaffinity(0))[:2]
         if job.seed % 2:
             cores.reverse()
@@ -134,7 +163,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out", "--seeds")
     parser.set_defaults(seeds=3)
     parser.add_argument("--only", default="*", metavar="GLOB", help="of every 'SCRIPT ROW'")
+    parser.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.worker:
+        work(*options.worker)
+        return 0
     cuda = run_dirs.this_machine()["gpu"] is not None
     jobs = plan(options, cuda)
     if not jobs:

@@ -51,6 +51,12 @@ def check_field(parser: argparse.ArgumentParser, options: argparse.Namespace, na
 GOES_ON = "interrupted; the next call goes on from there"
 
 
+def on_cores(count: int) -> list[str]:
+    """What before a command keeps it, and all its threads, on `count` cores."""
+    cores = sorted(os.sched_getaffinity(0))[:count]
+    return ["taskset", "-c", ",".join(map(str, cores))]
+
+
 # One run
 
 
@@ -94,7 +100,7 @@ def logged(command: list[str], log: Path, environment: dict | None = None):
         finally:
             try:
                 if child.poll() is None:
-                    child.terminate()  # the scripts take it like Ctrl-C
+                    child.terminate()  # the scripts end after the iteration
                     with suppress(subprocess.TimeoutExpired):
                         child.wait(timeout=20)
             finally:
@@ -123,11 +129,11 @@ def run_logged(
 
 
 def run_directory(log: Path) -> Path:
-    """Where the run that wrote `log` says that it left stages.json; ValueError if it does not."""
+    """Where the run that wrote `log` says that its records are; ValueError if it does not."""
     found = re.findall(r"^\S+ steps/s, (.+)$", log.read_text(errors="replace"), re.MULTILINE)
     if not found:
         raise ValueError("names no run directory")
-    return (ROOT / found[-1]).parent
+    return ROOT / found[-1]
 
 
 def read_logged(log: Path, whole: bool = True) -> Run:

@@ -153,6 +153,7 @@ def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
         total_timesteps=steps,
         eval_every=1,
         cuda=False,
+        torch_threads=1,
         compile=True,
         **flags,
     )

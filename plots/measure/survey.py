@@ -13,9 +13,10 @@ and what a faster simulator or a faster backend would buy:
     simulators      its figure 7: PPO with --compile on CartPoles that are tensors, HalfCheetah,
                     Humanoid and, where EnvPool is installed, Pong
 
-Each is a short traced run; one that is finished, of the same machine and versions, is kept. A
-stopwatch of ours stands around what Stable-Baselines3 calls: its environment's step, its policy's
-choice of an action, its replay buffer and its train, so that the rest is its loop and callbacks.
+Each is a short traced run, with one of torch's threads; one that is finished, of the same machine
+and versions, is kept. A stopwatch of ours stands around what Stable-Baselines3 calls: its
+environment's step, its policy's choice of an action, its replay buffer and its train, so that the
+rest is its loop and callbacks.
 
 Written to --out: survey_NAME.md and .json with the shares, what could be gained at most, and the
 figure survey_NAME_stages. Exit status 1 if a run failed.
@@ -98,6 +99,7 @@ def train_library(algorithm: str) -> None:
 
     from leanrl.stopwatch import Stopwatch
 
+    torch.set_num_threads(1)  # as our scripts do
     env_id = WALKER[1]
     steps = 800
     on_gpu = torch.cuda.is_available()
@@ -123,20 +125,23 @@ def train_library(algorithm: str) -> None:
             "seed": 1,
             "num_envs": 1,
             "total_timesteps": steps,
+            "torch_threads": 1,
             "stopwatch": "trace",
         },
         "command": f"plots/measure/survey.py --library {algorithm}",
         "versions": {"torch": torch.__version__},
-        "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    watch = Stopwatch(device, "trace", warmup_steps=200)
+    watch = Stopwatch(device, warmup_steps=200, trace=True)
 
     def staged(stage: str, function):
         def call(*args, **kwargs):
-            with watch.stage(stage):
-                return function(*args, **kwargs)
+            outer = watch.current
+            watch.stage(stage)
+            result = function(*args, **kwargs)
+            watch.stage(outer)
+            return result
 
         return call
 
@@ -151,9 +156,13 @@ def train_library(algorithm: str) -> None:
     agent.replay_buffer.sample = staged("replay", agent.replay_buffer.sample)
     agent.train = staged("backpropagation", agent.train)
     agent.learn(steps, callback=Ticks())
-    report = watch.report(folder / "stages.json")
+    report = watch.measure()
+    run_dirs.write_json(folder / "stages.json", report)
+    watch.profiler.stop()
+    watch.profiler.export_chrome_trace(str(folder / "trace.json.gz"))
     with SummaryWriter(folder) as writer:  # which tells how far the run has come
         writer.add_scalar(run_dirs.SPEED, report["sps"], agent.num_timesteps)
+    print(f"{report['sps_steady']:,.1f} steps/s, {run_dirs.shown(folder)}")
 
 
 # The surveys

@@ -87,7 +87,7 @@ def train(
         def due(self, every, at_end=False):
             """An evaluation after each of the moments and at the end."""
             nonlocal shown
-            if every != self.args.eval_every:
+            if every != self.flags["eval_every"]:
                 return super().due(every, at_end)
             if not warmup and not self.watch.warmup_seconds:
                 clock.go_back(0.0)
@@ -103,15 +103,10 @@ def train(
             say(shown, count(self), unit, row["charts/eval_return"])
             while waiting and shown >= 60 * waiting[0]:
                 waiting.pop(0)
-            if not waiting:
-                raise KeyboardInterrupt
+            self.ending = self.ending or not waiting
 
     script.Run = TimedRun
-    try:
-        script.main(args)
-    except SystemExit:
-        if waiting:
-            raise
+    script.main(args)
 
 
 def plan(names: list[str], options: argparse.Namespace) -> list[tuple]:
