@@ -325,6 +325,14 @@ class Slot(Rollout):
         self.noise.normal_()
         self.version = version
 
+    def hand_in(self, rollout: Rollout, truncations: list, agent: "PPO") -> None:
+        """To `rollout` what the collector has made, with the values of final observations."""
+        for name, tensor in vars(rollout).items():
+            tensor.copy_(getattr(self, name))
+        for t, n, final_obs in truncations:  # in the slot all are 0
+            inputs = torch.as_tensor(final_obs, device=rollout.obs.device)
+            rollout.final_values[t, n] = agent.value(inputs)
+
 
 def get_weights(model: nn.Module) -> Tensor:
     """All parameters in one vector on the CPU."""
@@ -720,6 +728,8 @@ def main(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     default_device = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
     device = use_device(args.learner_device or default_device)
+    for name in (args.collector_device, args.eval_device):
+        find_device(name)  # here, because an error in a worker ends this process by another one
     batch_size = args.num_envs * args.num_steps
     steady_after = STEADY_AFTER * batch_size
     run = Run(args, device, batch_size, steady_after, trace_after=3, trace_iterations=1)
@@ -780,11 +790,7 @@ def main(args: Args) -> Path:
         # 2. Learn from it in several epochs.
         run.stage("backpropagation")
         slot = slots[version % len(slots)]
-        for name, tensor in vars(rollout).items():
-            tensor.copy_(getattr(slot, name))
-        for t, n, final_obs in report.truncations:  # in the slot all are 0
-            inputs = torch.as_tensor(final_obs, device=device)
-            rollout.final_values[t, n] = agent.value(inputs)
+        slot.hand_in(rollout, report.truncations, agent)
         staleness = version - slot.version
         # speed: the same for fresh and for stale rollouts
         batch = agent.prepare(rollout)
@@ -845,7 +851,12 @@ class Worker:
         self.name = name
         self.pipe, pipe = context.Pipe()
         self.process = context.Process(target=work, args=(function, pipe, *args), daemon=True)
+        handler = signal.getsignal(signal.SIGINT)
+        with suppress(ValueError):  # signals belong to the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: it imports for seconds
         self.process.start()
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, handler)
         pipe.close()  # so that no process has this end when the worker is dead
 
     def send(self, message):
@@ -876,12 +887,15 @@ def work(function, pipe, args: Args, *others):
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the learner acts
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt, by Worker.end
     threading.Thread(target=die_with_parent, daemon=True).start()
     torch.set_num_threads(args.torch_threads)
     torch.set_flush_denormal(True)
     torch.set_float32_matmul_precision(args.matmul_precision)
-    function(pipe, args, *others)
+    try:
+        function(pipe, args, *others)
+    except KeyboardInterrupt:
+        os._exit(0)  # spares the seconds in which Python takes down what it has imported
 
 
 def send(pipe, message):
@@ -894,14 +908,19 @@ def receive(pipe):
     return pickle.loads(pipe.recv_bytes())
 
 
+def find_device(name: str) -> torch.device:
+    """The device of that name, if this machine has it."""
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"this machine has no device {name}")
+    return device
+
+
 def use_device(name: str) -> torch.device:
     """The device of that name, as this process's current one: the others cost it no memory."""
-    device = torch.device(name)
+    device = find_device(name)
     if device.type == "cuda":
-        index = device.index or 0
-        if index >= torch.cuda.device_count():
-            raise ValueError(f"this machine has no device {name}")
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(device.index or 0)
     return device
 
 
