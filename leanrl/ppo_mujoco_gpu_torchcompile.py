@@ -96,8 +96,8 @@ class Args:
         batch_size = self.num_envs * self.num_steps
         if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
             raise ValueError(f"--num-minibatches: {batch_size:,} steps, two or more in each")
-        if self.total_timesteps < batch_size:
-            raise ValueError(f"--total-timesteps: a rollout has {batch_size:,} steps")
+        if self.total_timesteps < 2 * batch_size:  # the first rollout only measures
+            raise ValueError(f"--total-timesteps: two rollouts have {2 * batch_size:,} steps")
         if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
             raise ValueError("--gamma and --gae-lambda lie between 0 and 1")
 
@@ -755,14 +755,7 @@ def main(args: Args) -> Path:
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-    envs = MuJoCoEnvs(
-        args.env_id,
-        args.num_envs,
-        device,
-        args.physics,
-        args.randomize,
-        args.seed,
-    )
+    envs = MuJoCoEnvs(args.env_id, args.num_envs, device, args.physics, args.randomize, args.seed)
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
@@ -782,9 +775,7 @@ def main(args: Args) -> Path:
     obs, _ = envs.reset(seed=seed)
     run.open()
     while not run.ending:
-        remaining = 1.0
-        if args.anneal_lr:
-            remaining -= run.step / run.total_steps
+        remaining = 1 - run.step / run.total_steps if args.anneal_lr else 1.0
         if args.desired_kl == 0:
             agent.learning_rate.fill_(args.learning_rate * remaining)
         # speed: in place, where compiled code and graphs read it
@@ -793,28 +784,27 @@ def main(args: Args) -> Path:
         # 1. Roll out: T steps with the policy as it is.
         noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
         starts = envs.draw(args.num_steps, args.num_envs)
-        steps = []
+        rows = []
         for t in range(args.num_steps):
             run.stage("inference")
             actions, log_probs = agent.act(obs, noise[t])
             run.stage("simulation")
             next_obs, rewards, terminated, _, infos = envs.step(actions, starts[t])
-            steps.append(
-                Rollout(
-                    obs=obs,
-                    actions=actions,
-                    log_probs=log_probs,
-                    rewards=rewards,
-                    final_obs=infos["final_obs"],
-                    terminated=terminated,
-                    ended=infos["_episode"],
-                    episode_returns=infos["episode"]["r"],
-                    episode_lengths=infos["episode"]["l"],
-                )
+            step = Rollout(
+                obs=obs,
+                actions=actions,
+                log_probs=log_probs,
+                rewards=rewards,
+                final_obs=infos["final_obs"],
+                terminated=terminated,
+                ended=infos["_episode"],
+                episode_returns=infos["episode"]["r"],
+                episode_lengths=infos["episode"]["l"],
             )
+            rows.append(step)
             obs = next_obs  # where an episode ended, already the next episode's first
         run.stage("replay")
-        rollout = Rollout._make([torch.stack(column) for column in zip(*steps, strict=True)])
+        rollout = Rollout._make([torch.stack(column) for column in zip(*rows, strict=True)])
         run.step += batch_size
 
         # 2. Learn from it in several epochs. The first rollout only measures.
@@ -831,8 +821,9 @@ def main(args: Args) -> Path:
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()  # of all
         agent.model.observe(batch)
         known = rollout.ended & rollout.episode_returns.isfinite()  # the first are NaN
-        episode_returns = rollout.episode_returns[known]  # waits for the device
-        episode_lengths = rollout.episode_lengths[known]
+        if known.any():  # waits for the device
+            row["charts/episodic_return"] = rollout.episode_returns[known].mean()
+            row["charts/episodic_length"] = rollout.episode_lengths[known].mean()
         run.tick()
 
         # 3. Log.
@@ -840,9 +831,6 @@ def main(args: Args) -> Path:
         row["charts/learning_rate"] = agent.learning_rate
         row["charts/broken_worlds"] = envs.broken
         row["charts/overflows"] = envs.physics.overflow.count_nonzero()
-        if len(episode_returns):
-            row["charts/episodic_return"] = episode_returns.mean()
-            row["charts/episodic_length"] = episode_lengths.mean()
         run.log(row)
         if args.desired_kl and run.step > batch_size:
             desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))

@@ -680,14 +680,7 @@ def main(args: Args) -> Path:
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-    envs = MuJoCoEnvs(
-        args.env_id,
-        args.num_envs,
-        device,
-        args.physics,
-        args.randomize,
-        args.seed,
-    )
+    envs = MuJoCoEnvs(args.env_id, args.num_envs, device, args.physics, args.randomize, args.seed)
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = SAC(args, obs_dim, envs.single_action_space, device)

@@ -595,10 +595,11 @@ SAC_ON_GPU = {"num_envs": 4096, "utd_ratio": 0.001, "batch_size": 8192, "learnin
 SAC_ON_GPU |= {"buffer_size": 500_000, "total_timesteps": 4096 * 250}
 PPO_WAITS = (
     "row = {tag: float(value) for",
-    "exponential_average_factor = 1.0 / float(",
-)  # BatchNorm's
-PPO_WAITS += ("episode_returns = rollout.episode_returns[known]",)
-PPO_WAITS += ("episode_lengths = rollout.episode_lengths[known]",)
+    "exponential_average_factor = 1.0 / float(",  # BatchNorm's
+    "if known.any():",
+    'row["charts/episodic_return"] = rollout.episode_returns[known]',
+    'row["charts/episodic_length"] = rollout.episode_lengths[known]',
+)
 SAC_WAITS = "total_return, total_length, episodes = totals.tolist()", "row = {tag: float(value) for"
 
 
@@ -653,6 +654,8 @@ def test_what_a_user_gets_wrong(module, monkeypatch, capsys):
 
 @SCRIPTS
 def test_minibatches_have_two_steps_or_more(module):
+    with pytest.raises(ValueError, match="^--total-timesteps: two rollouts have 256 steps"):
+        train(module, total_timesteps=255)  # the first one only measures
     for num_envs, num_steps, num_minibatches in ((7, 5, 2), (2, 2, 4)):
         sizes = {"num_envs": num_envs, "num_steps": num_steps, "num_minibatches": num_minibatches}
         steps = num_envs * num_steps
@@ -703,8 +706,7 @@ def test_it_learns(command, tmp_path):
 def play(run_dir, physics, num_envs=32):
     """Returns (N,) of whole episodes by the mean actions of a run's checkpoint."""
     checkpoint = read_checkpoint(run_dir)
-    script = checkpoint["made_by"].removesuffix(".py")
-    module = importlib.import_module(f"leanrl.{script}")
+    module = importlib.import_module(f"leanrl.{checkpoint['args']['exp_name']}")
     args, envs = module.Args(**checkpoint["args"]), make_envs("HalfCheetah-v5", num_envs, physics)
     of_sac = hasattr(module, "SAC")
     space = envs.single_action_space
