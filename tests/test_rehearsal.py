@@ -368,7 +368,9 @@ DIVERGENCE = {"if args.target_kl is not None": 1}
 PARAMETERS = {"self.std = log_std.exp().cpu()": 1, "self.arrays = [tensor.cpu()": 12}
 PPO_WAITS = row(1, 7) | PARAMETERS | {"tensors[name] = torch.as_tensor(": 5}
 CARTPOLE_WAITS = row(1, 7) | {"mean_return = returns.nanmean().item()": 1}
-EACH_STEP = row(1, 7) | {"actions = sample.cpu()": 16, "inputs = torch.from_numpy(obs)": 1}
+EACH_STEP = {"actions = sample.cpu()": 16, "last_values = agent.value(torch.as_tensor(obs": 1}
+EACH_STEP |= {"columns = {name: column.to(": 3}  # once per rollout: rewards, ended, final_values
+EACH_STEP |= {"torch.cuda.synchronize()": 2}  # the first iteration of the window is a sample
 WAITS = {
     "SAC": ACTIONS | row(0.01, 9),
     "TD3": ACTIONS | row(0.01, 6),
@@ -378,10 +380,10 @@ WAITS = {
     "PPO, 3 environments": PPO_WAITS,
     "PPO, --target-kl": PPO_WAITS | DIVERGENCE,
     "CartPole, --target-kl": CARTPOLE_WAITS | DIVERGENCE,
-    "Atari": EACH_STEP,
-    "PQN": EACH_STEP | row(1, 3),
-    "multi-process": EACH_STEP,
-    "asynchronous": row(1, 7) | {"return nn.utils.parameters_to_vector(": 1},
+    "Atari": row(1, 7) | EACH_STEP,
+    "PQN": row(1, 3) | EACH_STEP,
+    "multi-process": row(1, 7) | EACH_STEP,
+    "asynchronous": row(1, 7) | {"return nn.utils.parameters_to_vector(": 1, "tensor.copy_(": 6},
 }
 
 
