@@ -166,7 +166,7 @@ def gpu() -> str:
     with an empty cache but for worlds. Busy: NVML, every second. {unknown}: not measured, or by
     fewer than three samples. Worlds are 4,096 of mujoco_warp, on a second H200, SAC's with
     `--utd-ratio 0.001 --batch-size 8192`, its baseline ended after a window of
-    {windows["sac_mujoco_gpu", "baseline"]:.1f} s. PPO returned {level:,} in training
+    {windows["sac_mujoco_worlds", "baseline"]:.1f} s. PPO returned {level:,} in training
     {arrived:.0f} s after its start and {short(worlds["mean_return_last_10"])} after
     {in_units(worlds["episodic_returns"][-1][0])} steps and
     {worlds["stages"]["wall_seconds"]:.0f} s, imports not counted, kernels and compiled code cached

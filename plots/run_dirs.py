@@ -227,7 +227,7 @@ def label(script: str) -> str:
         "atari_envpool": " Atari",
         "atari_envpool_multigpu": " Atari, multi-GPU",
         "cartpole_gpu": " CartPole",
-        "mujoco_gpu": " on worlds",
+        "mujoco_worlds": " on worlds",
     }
     return algorithm.upper() + where.get(rest, f" {rest}")
 

@@ -684,7 +684,7 @@ BUGS = [
         "test_mujoco.py::test_each_world_has_a_model_of_its_own",
     ),
     Bug(
-        "leanrl/ppo_mujoco_gpu.py",
+        "leanrl/ppo_mujoco_worlds.py",
         "speed = (position - self.position) / self.dt\n        self.position = position",
         "speed = position / self.dt\n        self.position = position",
         "test_docs.py::test_a_task_of_your_own_can_be_learned",

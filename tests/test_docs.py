@@ -19,7 +19,7 @@ from conftest import ROOT
 from test_mujoco import NEEDS_WARP
 from test_sac import read_scalars
 
-from leanrl import ppo_mujoco_gpu
+from leanrl import ppo_mujoco_worlds
 from leanrl.stopwatch import NOT_SCRIPTS
 
 README = (ROOT / "README.md").read_text()
@@ -132,10 +132,10 @@ def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
     (code,) = blocks("python", TASKS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
-    monkeypatch.setattr(ppo_mujoco_gpu, "TASKS", dict(ppo_mujoco_gpu.TASKS))
+    monkeypatch.setattr(ppo_mujoco_worlds, "TASKS", dict(ppo_mujoco_worlds.TASKS))
     Path("balance.xml").write_text(xml)
     exec(code, {"__name__": "balance"})
-    envs = ppo_mujoco_gpu.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
+    envs = ppo_mujoco_worlds.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
     obs, _ = envs.reset(seed=1)
     assert obs.abs().max() < 0.02 and obs.unique().numel() == 12
     own = [gym.make("Balance-v0") for _ in range(3)]
@@ -162,12 +162,12 @@ def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
     assert ends > 3 and envs.lengths.max() < 200
     flags = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 96}
     flags |= {"physics": physics, "env_id": "Balance-v0", "eval_every": 96, "eval_episodes": 2}
-    run_dir = ppo_mujoco_gpu.main(ppo_mujoco_gpu.Args(**flags))
+    run_dir = ppo_mujoco_worlds.main(ppo_mujoco_worlds.Args(**flags))
     assert 0 < read_scalars(run_dir)["charts/eval_return"][-1][1] < 200 * 0.6
     # a motor without limits would do nothing: its action space would be [0, 0]
     Path("balance.xml").write_text(xml.replace('ctrlrange="-1 1" ctrllimited="true"', ""))
     with pytest.raises(ValueError, match=r"^--env-id: balance.xml has an actuator without a ctrl"):
-        ppo_mujoco_gpu.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
+        ppo_mujoco_worlds.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
 
 
 def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):

@@ -22,10 +22,10 @@ from test_cartpole import in_tmp_path, read_checkpoint  # noqa: F401
 from test_sac import read_scalars, run
 from test_sac_parity import assert_hunks_are_marked, backend, draw_alike, stack_twins  # noqa: F401
 
-from leanrl import ppo_mujoco_gpu as baseline
-from leanrl import ppo_mujoco_gpu_torchcompile as variant
-from leanrl import sac_mujoco_gpu as sac_baseline
-from leanrl import sac_mujoco_gpu_torchcompile as sac_variant
+from leanrl import ppo_mujoco_worlds as baseline
+from leanrl import ppo_mujoco_worlds_torchcompile as variant
+from leanrl import sac_mujoco_worlds as sac_baseline
+from leanrl import sac_mujoco_worlds_torchcompile as sac_variant
 
 
 def name_of(module):

@@ -179,7 +179,7 @@ def test_the_table_is_worked_out_by_hand(tmp_path):
 
 def test_what_is_told_of_a_run_suits_its_library(monkeypatch):
     """Zoo's settings are those of the tasks that it has tuned; flags are flags of our scripts."""
-    from leanrl import ppo_mujoco_gpu_torchcompile as ppo
+    from leanrl import ppo_mujoco_worlds_torchcompile as ppo
 
     for entrant, task in race.FLAGS:
         assert entrant in race.OURS and task in race.LEVELS

@@ -9,7 +9,7 @@ import returns
 import timed
 import torch
 
-from leanrl import sac_mujoco_gpu_torchcompile
+from leanrl import sac_mujoco_worlds_torchcompile
 
 GAMMA = 0.9
 
@@ -17,7 +17,7 @@ GAMMA = 0.9
 @pytest.fixture
 def module(monkeypatch):
     """The script, which is whole again after the test."""
-    script = sac_mujoco_gpu_torchcompile
+    script = sac_mujoco_worlds_torchcompile
     for name in ("mlp", "critic_loss", "actor_loss"):
         monkeypatch.setattr(script, name, getattr(script, name))
     for kind, names in {

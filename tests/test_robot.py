@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 from fake_runs import config, make_run, stages, write_events
 
-from leanrl import ppo_mujoco_gpu_torchcompile as script
+from leanrl import ppo_mujoco_worlds_torchcompile as script
 
 
 def test_checkpoints_are_kept_when_they_are_due():

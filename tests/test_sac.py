@@ -485,7 +485,7 @@ module.main(module.Args(torch_threads=2))
 
 
 @pytest.mark.parametrize(
-    "name", ["sac_continuous_action", "td3_continuous_action_torchcompile", "sac_mujoco_gpu"]
+    "name", ["sac_continuous_action", "td3_continuous_action_torchcompile", "sac_mujoco_worlds"]
 )
 def test_denormal_numbers_are_zero_in_every_thread(name, tmp_path):
     """Each thread has a setting of its own, with which it starts: the one of who starts it."""

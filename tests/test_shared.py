@@ -18,13 +18,13 @@ from conftest import ROOT
 FUNCTIONS = [  # the beginning of a script's name, and what all of them share that have it
     (r"", "gradient_step Adam reverse_scan"),
     (r"(sac|td3)_", "mlp TwinQ Batch"),
-    (r"((sac|td3)_continuous|sac_mujoco_gpu$)", "ReplayBuffer"),  # a variant's is for one device
+    (r"((sac|td3)_continuous|sac_mujoco_worlds$)", "ReplayBuffer"),  # a variant's is for one device
     (r"sac_", "Actor critic_loss actor_loss alpha_loss"),
     (r"(sac|td3)_continuous", "make_envs"),
     (r"ppo_", "mlp compute_gae policy_loss value_loss explained_variance"),
     (r"ppo_(atari|cartpole)", "ppo_loss"),  # of a categorical policy
     (r"ppo_(continuous|mujoco)", "gaussian_log_prob"),  # of a Gaussian one
-    (r"ppo_(continuous_action|mujoco_gpu)(_torchcompile)?$", "Batch"),
+    (r"ppo_(continuous_action|mujoco_worlds)(_torchcompile)?$", "Batch"),
     (r"ppo_continuous", "make_envs ActorCritic"),  # with and without more processes
     (r"(ppo|sac)_mujoco", "CPhysics WarpPhysics MuJoCoEnvs half_cheetah walk hopper walker2d ant"),
     (r"(ppo|sac)_mujoco", "humanoid inverted_pendulum double_pendulum"),

@@ -250,7 +250,7 @@ def compare_worlds(baseline, variant):
         assert_same(groups[1].returns, groups[0].returns)
 
 
-def ppo_mujoco_gpu():
+def ppo_mujoco_worlds():
     import test_mujoco as tests
 
     reference, agent = tests.make_pair()
@@ -274,7 +274,7 @@ def ppo_mujoco_gpu():
     compare_worlds(tests.baseline, tests.variant)
 
 
-def sac_mujoco_gpu():
+def sac_mujoco_worlds():
     import test_mujoco as tests
 
     baseline, variant = tests.sac_baseline, tests.sac_variant
@@ -351,7 +351,7 @@ def read_too_early():
 
 
 BUGS = {  # and where they must be noticed
-    "drop_masks": "ppo_mujoco_gpu",
+    "drop_masks": "ppo_mujoco_worlds",
     "keep_a_stale_constant": "ppo_cartpole_gpu",
     "read_too_early": "ppo_cartpole_gpu",
 }
@@ -375,14 +375,14 @@ def main(name, bug=None):
 
 # Tests
 
-FAST = "ppo_cartpole_gpu", "ppo_mujoco_gpu", "sac_continuous_action"
+FAST = "ppo_cartpole_gpu", "ppo_mujoco_worlds", "sac_continuous_action"
 SLOW = (
     "pqn_atari_envpool",
     "ppo_atari_envpool",
     "ppo_atari_envpool_multigpu",
     "ppo_continuous_action",
     "ppo_continuous_action_async",
-    "sac_mujoco_gpu",
+    "sac_mujoco_worlds",
     "td3_continuous_action",
 )
 IN_BF16 = "ppo_atari_envpool_bf16", "pqn_atari_envpool_bf16"

@@ -114,7 +114,7 @@ ATARI = Algorithm(
     num_envs=8,
     rows=OURS | {"LeanRL compile, channels last": CHANNELS_LAST},
 )
-ON_WORLDS = replace(PPO, script="ppo_mujoco_gpu", ours=WORLDS, libraries=SB3)
+ON_WORLDS = replace(PPO, script="ppo_mujoco_worlds", ours=WORLDS, libraries=SB3)
 ALGORITHMS = {
     "sac": OFF_POLICY,
     "td3": replace(OFF_POLICY, script="td3_continuous_action"),

@@ -94,8 +94,8 @@ SCRIPTS = {
     "ppo_cartpole_gpu": Script(TENSORS, 64 * 8, ("roll_out", "learn")),
     "ppo_atari_envpool": Script(ATARI, 2 * 16, ("act", "learn")),
     "pqn_atari_envpool": Script(ATARI, 2 * 16, ("act", "learn")),
-    "ppo_mujoco_gpu": Script(PPO_WORLDS, 8 * 16, ("act", "prepare", "learn"), SETTLED),
-    "sac_mujoco_gpu": Script(
+    "ppo_mujoco_worlds": Script(PPO_WORLDS, 8 * 16, ("act", "prepare", "learn"), SETTLED),
+    "sac_mujoco_worlds": Script(
         SAC_WORLDS,
         16,
         ("observe", "act", "update", "draw"),

@@ -27,7 +27,7 @@ import run_dirs
 import torch
 from run_dirs import short, spread
 
-from leanrl import ppo_mujoco_gpu_torchcompile as script
+from leanrl import ppo_mujoco_worlds_torchcompile as script
 
 WORLDS = {  # per task, the numbers of worlds that are measured
     "HalfCheetah-v5": (64, 1024),

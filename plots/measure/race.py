@@ -52,8 +52,8 @@ CLEANRL = {"HalfCheetah-v5": 9635, "Walker2d-v5": 3591, "Humanoid-v5": 4996, "Ho
 PUBLISHED = "CleanRL's SAC (published; in training, 1 M steps)"
 RACED = ("HalfCheetah-v5", "Walker2d-v5", "Humanoid-v5")
 OURS = {  # entrant -> script
-    "PPO on worlds": "ppo_mujoco_gpu",
-    "SAC on worlds": "sac_mujoco_gpu",
+    "PPO on worlds": "ppo_mujoco_worlds",
+    "SAC on worlds": "sac_mujoco_worlds",
     "PPO": "ppo_continuous_action",
     "SAC": "sac_continuous_action",
     "TD3": "td3_continuous_action",

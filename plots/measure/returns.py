@@ -27,7 +27,7 @@ import torch
 from run_dirs import short, spread
 from torch import nn
 
-MODULE = "leanrl.sac_mujoco_gpu_torchcompile"
+MODULE = "leanrl.sac_mujoco_worlds_torchcompile"
 TASKS = ("HalfCheetah-v5", "Walker2d-v5", "Humanoid-v5")
 AS_IT_IS = "as it is"
 WIDTH = 256  # of the script's hidden layers

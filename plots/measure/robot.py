@@ -28,7 +28,7 @@ import processes
 import race
 import run_dirs
 
-SCRIPT = "ppo_mujoco_gpu_torchcompile"
+SCRIPT = "ppo_mujoco_worlds_torchcompile"
 STEPS = 1_250_000  # with which HalfCheetah gets beyond a return of 5,000
 EVALUATED = "charts/eval_return"
 PANEL = (240, 180)  # width and height of a robot's picture

@@ -79,8 +79,8 @@ SCRIPTS = {
     "ppo_atari_envpool_multigpu": ATARI,
     "pqn_atari_envpool": ATARI,
     "ppo_cartpole_gpu": Lengths("--total-timesteps 3145728", "--total-timesteps 1048576", 200_000),
-    "ppo_mujoco_gpu": Lengths("--total-timesteps 524288", "--total-timesteps 49152", 10_000),
-    "sac_mujoco_gpu": Lengths("--total-timesteps 200000", "--total-timesteps 50000", 2000),
+    "ppo_mujoco_worlds": Lengths("--total-timesteps 524288", "--total-timesteps 49152", 10_000),
+    "sac_mujoco_worlds": Lengths("--total-timesteps 200000", "--total-timesteps 50000", 2000),
 }
 CAPTURED = "--learning-starts 500 --total-timesteps 8000"
 MANY_WORLDS = "--num-envs 4096 --num-steps 16 --total-timesteps"
@@ -91,8 +91,8 @@ ON_A_GPU = {  # in their place: a row that is captured would be over in less tha
     "ppo_cartpole_gpu": Lengths(
         "--total-timesteps 52428800", "--total-timesteps 2097152", 4_000_000
     ),
-    "ppo_mujoco_gpu": Lengths(f"{MANY_WORLDS} 13107200", f"{MANY_WORLDS} 786432", 400_000),
-    "sac_mujoco_gpu": Lengths(f"{LARGE_BATCH} 4096000", f"{LARGE_BATCH} 819200", 100_000),
+    "ppo_mujoco_worlds": Lengths(f"{MANY_WORLDS} 13107200", f"{MANY_WORLDS} 786432", 400_000),
+    "sac_mujoco_worlds": Lengths(f"{LARGE_BATCH} 4096000", f"{LARGE_BATCH} 819200", 100_000),
 }
 
 

@@ -58,8 +58,8 @@ ALGORITHMS = {
     "ppo": compiled("ppo_continuous_action", *WALKER, *ON_POLICY),
     "sac compile": FRAMEWORKS["sac compile"],
     "td3 compile": FRAMEWORKS["td3 compile"],
-    "ppo on worlds": compiled("ppo_mujoco_gpu", *WALKER, "--total-timesteps", "65536"),
-    "sac on worlds": compiled("sac_mujoco_gpu", *WALKER, "--total-timesteps", "50000"),
+    "ppo on worlds": compiled("ppo_mujoco_worlds", *WALKER, "--total-timesteps", "65536"),
+    "sac on worlds": compiled("sac_mujoco_worlds", *WALKER, "--total-timesteps", "50000"),
 }
 SIMULATORS = {
     "cartpole": compiled("ppo_cartpole_gpu", "--total-timesteps", "1048576"),

@@ -1,27 +1,17 @@
-"""Proximal Policy Optimization (PPO) on thousands of MuJoCo worlds in one batch: the baseline.
+"""PPO on thousands of MuJoCo worlds in one batch, with torch.compile and CUDA graphs.
 
-    python leanrl/ppo_mujoco_gpu.py --eval-every 1000000            # 64 HalfCheetahs, 5 M steps
-    python leanrl/ppo_mujoco_gpu.py --num-envs 4096 --num-steps 16  # for a GPU, on mujoco_warp
+    python leanrl/ppo_mujoco_worlds_torchcompile.py --compile --cudagraphs
 
-Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
-terminations are functions of its state, those of Gymnasium's environments, in which the policy is
-evaluated. What differs from ppo_continuous_action.py: running statistics on the device normalize
-observations and returns, not rewards; the first rollout only measures them. The policy's deviation
-is exp(-1) at first, not 1. The learning rate rises or falls so that the KL divergence of a
-rollout's updates stays near desired_kl (as in rl_games and rsl_rl, but once a rollout and from the
-last minibatch), and desired_kl is annealed. Advantages are always normalized, the value loss is
-never clipped, no divergence ends the epochs: there are no flags for that. Defaults that are not
-CleanRL's: env_id HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64, num_steps 128,
-learning_rate 1e-3, num_minibatches 16, update_epochs 4.
-Its twin ppo_mujoco_gpu_torchcompile.py is this file with the hunks marked `# speed:`.
-Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
+The algorithm is that of its twin, ppo_mujoco_worlds.py, which says where it comes from, which
+defaults are not CleanRL's and what the shapes mean; the hunks that differ start with `# speed:` and
+say what they buy, the rest is the same to the letter. Without a CUDA device --cudagraphs says so in
+one line and the run goes on. The first rollouts pay for compilation, which is reported as warm-up.
 """
 
+# speed: CudaGraphModule captures a function as a CUDA graph
 import argparse
-import ast
 import atexit
 import copy
-import gc
 import json
 import math
 import os
@@ -31,27 +21,24 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
+# speed: tensordict would log two lines for each graph that it captures, amid the progress
+os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
+
 import gymnasium as gym
-import mujoco.batch
+import mujoco_worlds
 import numpy as np
 import torch
 import tqdm
 import tyro
-from gymnasium.envs.mujoco import MujocoEnv
-from gymnasium.spaces import Box
-from gymnasium.vector.utils import batch_space
+from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
-from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -73,6 +60,11 @@ class Args:
     eval_every: int = 0  # evaluate every so many environment steps, and at the end; 0: never
     eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
     stopwatch: Literal["time", "trace"] = "time"  # time stages, or also write a trace
+
+    # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
+    # once all that it has recorded; any combination of the flags works, none too
+    compile: bool = False  # compile acting, judging the worlds and updating
+    cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
 
     env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
@@ -104,299 +96,6 @@ class Args:
 
 MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
 STEADY_AFTER = 3  # rollouts; with the default epochs a variant has captured all by then
-
-
-# Environment: the tasks. MuJoCoEnvs, which steps their worlds, stands below main.
-
-
-def join(*fields):
-    """Fields (N, ...) side by side -> (N, .)."""
-    columns = [x.flatten(1) for x in fields]
-    return torch.cat(columns, dim=1)
-
-
-def sum_squares(x):
-    """x (N, ...) -> (N,)."""
-    return x.square().flatten(1).sum(1)
-
-
-def half_cheetah(s, speed, actions):
-    obs = join(s.qpos[:, 1:], s.qvel)
-    rewards = speed - 0.1 * sum_squares(actions)
-    return obs, rewards, False
-
-
-def walk(s, speed, actions, healthy):
-    velocities = s.qvel.clamp(-10, 10)
-    obs = join(s.qpos[:, 1:], velocities)
-    rewards = speed + healthy - 1e-3 * sum_squares(actions)
-    return obs, rewards, ~healthy
-
-
-def hopper(s, speed, actions):
-    _, height, angle, *_ = s.qpos.unbind(1)
-    angles = s.qpos[:, 2:]
-    others = join(angles, s.qvel)
-    upright = (height > 0.7) & (angle.abs() < 0.2)
-    healthy = upright & (others.abs() < 100).all(1)
-    return walk(s, speed, actions, healthy)
-
-
-def walker2d(s, speed, actions):
-    _, height, angle, *_ = s.qpos.unbind(1)
-    upright = angle.abs() < 1
-    healthy = (height > 0.8) & (height < 2) & upright
-    return walk(s, speed, actions, healthy)
-
-
-def swimmer(s, speed, actions):
-    obs = join(s.qpos[:, 2:], s.qvel)
-    rewards = speed - 1e-4 * sum_squares(actions)
-    return obs, rewards, False
-
-
-def ant(s, speed, actions):
-    height = s.qpos[:, 2]
-    healthy = (height >= 0.2) & (height <= 1)
-    forces = s.cfrc_ext.clamp(-1, 1)  # (N, bodies, 6), of which the first is the world
-    costs = 0.5 * sum_squares(actions) + 5e-4 * sum_squares(forces)
-    obs = join(
-        s.qpos[:, 2:],
-        s.qvel,
-        forces[:, 1:],
-    )
-    return obs, speed + healthy - costs, ~healthy
-
-
-def observe_humanoid(s):
-    return join(
-        s.qpos[:, 2:],
-        s.qvel,
-        s.cinert[:, 1:],
-        s.cvel[:, 1:],
-        s.qfrc_actuator[:, 6:],
-        s.cfrc_ext[:, 1:],
-    )
-
-
-def humanoid_costs(s, actions):
-    contact_costs = 5e-7 * sum_squares(s.cfrc_ext)
-    return 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)
-
-
-def humanoid(s, speed, actions):
-    height = s.qpos[:, 2]
-    healthy = (height > 1) & (height < 2)
-    rewards = 1.25 * speed + 5 * healthy - humanoid_costs(s, actions)
-    return observe_humanoid(s), rewards, ~healthy
-
-
-def humanoid_standup(s, speed, actions):
-    height = s.qpos[:, 2]
-    rewards = height / 0.003 + 1 - humanoid_costs(s, actions)  # Gymnasium divides by a substep
-    return observe_humanoid(s), rewards, False
-
-
-def inverted_pendulum(s, speed, actions):
-    fallen = s.qpos[:, 1].abs() > 0.2
-    obs = join(s.qpos, s.qvel)
-    return obs, (~fallen).float(), fallen
-
-
-def double_pendulum(s, speed, actions):
-    x, _, y = s.site_xpos[:, 0].unbind(1)  # of the tip
-    _, lower, upper = s.qvel.unbind(1)
-    costs = 0.01 * x.square() + (y - 2).square()
-    costs += 1e-3 * lower.square()
-    costs += 5e-3 * upper.square()
-    fallen = y <= 1
-    x_of_cart, angles = s.qpos.tensor_split([1], dim=1)
-    others = join(s.qvel, s.qfrc_constraint[:, :1])
-    others = others.clamp(-10, 10)
-    obs = join(
-        x_of_cart,
-        angles.sin(),
-        angles.cos(),
-        others,
-    )
-    return obs, 10 * ~fallen - costs, fallen
-
-
-def reacher(s, speed, actions):
-    angles, target = s.qpos.split(2, dim=1)
-    offset = s.xpos[:, 3] - s.xpos[:, 4]  # of the fingertip from the target
-    obs = join(
-        angles.cos(),
-        angles.sin(),
-        target,
-        s.qvel[:, :2],
-        offset[:, :2],
-    )
-    rewards = -offset.norm(dim=1) - sum_squares(actions)
-    return obs, rewards, False
-
-
-def pusher(s, speed, actions):
-    tips, cylinder, goal = s.xpos[:, -3:].unbind(1)
-    to_tips = (cylinder - tips).norm(dim=1)
-    to_goal = (cylinder - goal).norm(dim=1)
-    obs = join(
-        s.qpos[:, :7],
-        s.qvel[:, :7],
-        s.xpos[:, -3:],
-    )
-    rewards = -to_goal - 0.1 * sum_squares(actions) - 0.5 * to_tips
-    return obs, rewards, False
-
-
-# Where an episode begins. Each of these adds noise in place to the model's usual qpos (..., nq) and
-# qvel (..., nv), for any number of episodes; generator is a torch.Generator or None
-
-
-def uniform_like(x, generator):
-    return torch.empty_like(x).uniform_(-1, 1, generator=generator)
-
-
-def normal_like(x, generator):
-    return torch.empty_like(x).normal_(generator=generator)
-
-
-def start_near(scale, velocity_like=uniform_like):
-    """Positions uniform, up to `scale` from the usual ones; velocities, too, or normal."""
-
-    def start(qpos, qvel, generator):
-        qpos += scale * uniform_like(qpos, generator)
-        qvel += scale * velocity_like(qvel, generator)
-
-    return start
-
-
-def start_reacher(qpos, qvel, generator):
-    qpos += 0.1 * uniform_like(qpos, generator)
-    qvel += 0.005 * uniform_like(qvel, generator)
-    angle, area = uniform_like(qpos[..., :2], generator).unbind(-1)
-    angle *= math.pi
-    radius = 0.2 * area.abs().sqrt()  # uniform in a disk
-    qpos[..., 2] = radius * angle.cos()
-    qpos[..., 3] = radius * angle.sin()
-    qvel[..., 2:] = 0
-
-
-def start_pusher(qpos, qvel, generator):
-    qvel += 0.005 * uniform_like(qvel, generator)
-    qvel[..., -4:] = 0
-    cylinder = qpos[..., -4:-2]
-    for _ in range(20):  # six of ten places are far enough from the goal, which is at 0
-        place = 0.2 * uniform_like(cylinder, generator)
-        place[..., 0] *= 0.75
-        place[..., 0] -= 0.15
-        distance = cylinder.norm(dim=-1, keepdim=True)
-        place = place.where(distance <= 0.17, cylinder)
-        cylinder.copy_(place)
-
-
-def root(s):
-    return s.qpos[:, 0]
-
-
-def torso(s):
-    return s.xpos[:, 1, 0]
-
-
-def center_of_mass(s):
-    return s.subtree_com[:, 1, 0]
-
-
-class Task(NamedTuple):
-    """How N worlds are judged, and all that MuJoCoEnvs must know for that.
-
-    `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
-    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,) or False. Where an episode
-    begins, it gets 0 for both, and its observations count. Where the task `moves`, it must not
-    depend on x, neither by qpos[:, 0] nor by a place: training sets x back to 0, the environment
-    of the evaluation does not. Distances are safe.
-    """
-
-    judge: Callable
-    start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
-    reads: tuple = ()  # the fields that judge and position read, besides qpos and qvel
-    position: Callable = root  # fields -> x in m (N,) of what is rewarded for its speed
-    moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
-    max_steps: int = 1000  # of an episode, which is truncated then
-    model: str | None = None  # an MJCF file; None: that of Gymnasium's environment of this name
-    frame_skip: int = 1  # substeps of such a model in a step
-
-
-HUMANOID = ("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
-TASKS = {
-    "HalfCheetah-v5": Task(
-        half_cheetah,
-        start_near(0.1, normal_like),
-        moves=True,
-    ),
-    "Hopper-v5": Task(
-        hopper,
-        start_near(0.005),
-        moves=True,
-    ),
-    "Walker2d-v5": Task(
-        walker2d,
-        start_near(0.005),
-        moves=True,
-    ),
-    "Swimmer-v5": Task(
-        swimmer,
-        start_near(0.1),
-        moves=True,
-    ),
-    "Ant-v5": Task(
-        ant,
-        start_near(0.1, normal_like),
-        reads=("xpos", "cfrc_ext"),
-        position=torso,
-        moves=True,
-    ),
-    "Humanoid-v5": Task(
-        humanoid,
-        start_near(0.01),
-        reads=HUMANOID,
-        position=center_of_mass,
-        moves=True,
-    ),
-    "HumanoidStandup-v5": Task(
-        humanoid_standup,
-        start_near(0.01),
-        reads=HUMANOID,
-        moves=True,
-    ),
-    "InvertedPendulum-v5": Task(
-        inverted_pendulum,
-        start_near(0.01),
-    ),
-    "InvertedDoublePendulum-v5": Task(
-        double_pendulum,
-        start_near(0.1, normal_like),
-        reads=("site_xpos", "qfrc_constraint"),
-    ),
-    "Reacher-v5": Task(
-        reacher,
-        start_reacher,
-        reads=("xpos",),
-        max_steps=50,
-    ),
-    "Pusher-v5": Task(
-        pusher,
-        start_pusher,
-        reads=("xpos",),
-        max_steps=100,
-    ),
-}
-
-
-def register(env_id: str, task: Task) -> None:
-    """Adds a task with a model of its own, of which gym.make then makes a World."""
-    TASKS[env_id] = task
-    gym.register(env_id, partial(World, task), max_episode_steps=task.max_steps)
 
 
 # Networks
@@ -499,6 +198,24 @@ def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     return log_probs.sum(dim=-1)
 
 
+# speed: the recurrence of compute_gae by doubling, for its last line
+def reverse_scan(x: Tensor, weights: Tensor) -> Tensor:
+    """y[t] = x[t] + weights[t] y[t + 1] for every t, by doubling -> y (T, N); x, weights (T, N).
+
+    Hillis and Steele, "Data Parallel Algorithms", 1986: each sum begins as one step long, and each
+    pass adds to it the sum that begins where it ends.
+    """
+    distance = 1
+    while distance < len(x):
+        begin = x[:-distance]
+        end = x[-distance:]
+        more = weights[: len(begin)] * x[distance:]
+        x = torch.cat([begin + more, end])
+        weights = weights[:-distance] * weights[distance:]
+        distance *= 2
+    return x
+
+
 def compute_gae(
     rewards: Tensor, values: Tensor, next_values: Tensor, ended: Tensor, gamma: float, lam: float
 ) -> Tensor:
@@ -509,12 +226,8 @@ def compute_gae(
     """
     deltas = rewards + gamma * next_values - values
     weights = gamma * lam * (1 - ended)
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + weights[t] * advantage
-        advantages[t] = advantage
-    return advantages
+    # speed: log2(T) vector operations instead of T
+    return reverse_scan(deltas, weights)
 
 
 def policy_loss(log_ratios: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
@@ -560,6 +273,46 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
 # Agent
 
 
+# speed: at torch.optim.Adam a compiled function breaks apart; with this one an update is one call.
+# The powers of beta are state: from a step count compiled code would compute them for each weight
+class Adam:
+    """Adam (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1), all parameters in one call.
+
+    Change `lr` in place: a graph goes on with the tensor that it has captured.
+    """
+
+    def __init__(self, parameters, lr, eps=1e-8):
+        self.parameters = list(parameters)
+        self.betas = (0.9, 0.999)
+        self.eps = eps
+        self.exp_avgs = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.exp_avg_sqs = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.lr = torch.tensor(lr, device=self.parameters[0].device)
+        self.beta_powers = [torch.ones_like(self.lr) for _ in self.betas]
+
+    def state_dict(self):
+        return {"state": [*self.exp_avgs, *self.exp_avg_sqs, *self.beta_powers]}
+
+    def load_state_dict(self, state):
+        torch._foreach_copy_(self.state_dict()["state"], state["state"])
+
+    def step(self, gradients):
+        """Updates the parameters in place; `gradients` in their order and shapes."""
+        beta1, beta2 = self.betas
+        with torch.no_grad():
+            beta1_power = self.beta_powers[0].mul_(beta1)
+            beta2_power = self.beta_powers[1].mul_(beta2)
+            torch._foreach_lerp_(self.exp_avgs, gradients, 1 - beta1)
+            torch._foreach_mul_(self.exp_avg_sqs, beta2)
+            torch._foreach_addcmul_(self.exp_avg_sqs, gradients, gradients, 1 - beta2)
+            denominators = torch._foreach_sqrt(self.exp_avg_sqs)
+            torch._foreach_mul_(denominators, (1 - beta2_power).rsqrt())
+            torch._foreach_add_(denominators, self.eps)
+            changes = torch._foreach_div(self.exp_avgs, denominators)
+            torch._foreach_mul_(changes, self.lr / (1 - beta1_power))
+            torch._foreach_sub_(self.parameters, changes)
+
+
 class PPO(nn.Module):
     """Network, optimizer and gradient steps, which return what is logged: {name: tensor ()}."""
 
@@ -569,7 +322,8 @@ class PPO(nn.Module):
         self.model = ActorCritic(obs_dim, action_dim).to(device)
         learning_rate = torch.tensor(args.learning_rate, device=device)
         self.register_buffer("learning_rate", learning_rate)
-        self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+        # speed: the Adam above, which compiles and captures with the rest of an update
+        self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
     def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -612,10 +366,13 @@ class PPO(nn.Module):
         """One gradient step on the minibatch `batch[index]`."""
         minibatch = Batch._make([column[index] for column in batch])
         loss, metrics = ppo_loss(self.model, minibatch, self.args)
-        self.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters(), self.args.max_grad_norm)
-        self.optimizer.step()
+        # speed: gradients as values: no .grad to fill and to zero, and zero_grad cannot be compiled
+        gradients = torch.autograd.grad(loss, self.optimizer.parameters)
+        norm = nn.utils.get_total_norm(gradients)
+        scale = self.args.max_grad_norm / (norm + 1e-6)
+        scale = scale.clamp(max=1)
+        gradients = torch._foreach_mul(gradients, scale)
+        self.optimizer.step(gradients)
         return metrics
 
     def adapt(self, kl: Tensor, desired_kl: float) -> None:
@@ -631,6 +388,37 @@ class PPO(nn.Module):
         indices = order.view(self.args.num_minibatches, -1)
         rows = [self.update(batch, index) for index in indices]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+# speed: acting and an update become one compiled call each. Advantages, once a rollout, would take
+# seconds to compile and gain nothing that one could measure
+def compile_agent(agent: PPO) -> None:
+    """Each method is compiled when it is first called. The settings hold for the whole process."""
+    torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
+    if torch.__version__.startswith("2.11"):
+        torch._inductor.config.reorder_for_locality = False  # True moves reads past writes
+        torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs
+    for name in ("act", "update"):
+        method = getattr(agent, name)
+        setattr(agent, name, torch.compile(method, fullgraph=True))
+
+
+# speed: for a GPU, one launch instead of many; a third call captures, when all is compiled
+def capture_agent(agent: PPO) -> None:
+    """Acting, advantages and an epoch of learning replay what their third call has recorded.
+
+    A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
+    """
+    recorded = dict(vars(agent.args))
+    learn = CudaGraphModule(agent.learn, warmup=3)
+
+    def replay(batch, order):
+        assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
+        return learn(batch, order)
+
+    agent.act = CudaGraphModule(agent.act, warmup=3)
+    agent.prepare = CudaGraphModule(agent.prepare, warmup=3)
+    agent.learn = replay
 
 
 # Training
@@ -651,12 +439,24 @@ def main(args: Args) -> Path:
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-    envs = MuJoCoEnvs(args.env_id, args.num_envs, device, args.physics, args.randomize, args.seed)
+    envs = mujoco_worlds.MuJoCoEnvs(
+        args.env_id, args.num_envs, device, args.physics, args.randomize, args.seed
+    )
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
     agent = PPO(args, obs_dim, action_dim, device)
     if args.resume:
         run.restore(agent)
+
+    # speed: methods are replaced before the loop, which remains the baseline's
+    if args.compile:
+        compile_agent(agent)
+        envs.compile()
+    if args.cudagraphs and device.type == "cuda":
+        capture_agent(agent)
+        envs.capture()
+    elif args.cudagraphs:
+        print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
     obs, _ = envs.reset(seed=seed)
     run.open()
@@ -664,7 +464,8 @@ def main(args: Args) -> Path:
         remaining = 1 - run.step / run.total_steps if args.anneal_lr else 1.0
         if args.desired_kl == 0:
             agent.learning_rate.fill_(args.learning_rate * remaining)
-        agent.optimizer.param_groups[0]["lr"] = agent.learning_rate.item()
+        # speed: in place, where compiled code and graphs read it
+        agent.optimizer.lr.copy_(agent.learning_rate)
 
         # 1. Roll out: T steps with the policy as it is.
         noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
@@ -734,372 +535,7 @@ def main(args: Args) -> Path:
     return run.dir
 
 
-# What a reader may skip: physics, environments and evaluation, then the records around a run
-
-
-# Fields of mujoco.MjData that a step leaves out: mj_rnePostConstraint computes them afterwards
-FORCES = {"cacc", "cfrc_int", "cfrc_ext"}
-
-
-class CPhysics:
-    """N worlds in mujoco.batch, MuJoCo's C engine in a thread per core: on the CPU, in float64.
-
-    `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`. Fields
-    of the model in `factors` are multiplied by them, (N, ...), for each world.
-    """
-
-    def __init__(self, env, num_envs, task, device, factors):
-        self.model = model = env.model
-        self.frame_skip = env.frame_skip
-        self.moves = task.moves
-        # MuJoCo would reset a world that is NaN by itself, and nobody would see it. Islands are
-        # parts that could be solved apart: a robot is one part, so to search for them gains nothing
-        disable = mujoco.mjtDisableBit
-        model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
-        # Python's mujoco installs a clock that every part of a step would read
-        mujoco.mj_resetCallbacks()
-        # mj_rnePostConstraint needs a world's contacts, which only an MjData of its own keeps
-        self.forces = FORCES.intersection(task.reads)
-        threads = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # Linux: those that this process may use
-            threads = len(os.sched_getaffinity(0))
-        self.batch = mujoco.batch.Batch(model, num_envs, threads, persistent=bool(self.forces))
-        for name, factor in factors.items():
-            self.batch.expand(name)[:] *= factor.numpy()
-        self.batch.set_const()
-        self.data = mujoco.MjData(model)
-        self.state = SimpleNamespace()
-        self.copies = []
-        for name in ("qpos", "qvel", *task.reads):
-            array = self.batch.bind(name)
-            array.flags.writeable = True  # forces are written; of the rest PyTorch would warn
-            array = torch.from_numpy(array)
-            field = torch.zeros_like(array, dtype=torch.float32, device=device)
-            self.copies.append((field, array))
-            setattr(self.state, name, field)
-        self.overflow = torch.zeros(num_envs, device=device)  # counted on Warp alone
-
-    def step(self, actions):
-        """frame_skip substeps under actions (N, A), where the task moves from x = 0."""
-        if self.moves:
-            self.batch.qpos[:, 0] = 0
-        self.batch.ctrl[:] = actions.cpu()
-        self.batch.step(nstep=self.frame_skip)
-        if self.forces:
-            for i in range(self.batch.nsim):
-                self.batch.get_data(i, self.data)
-                mujoco.mj_rnePostConstraint(self.model, self.data)
-                for name in self.forces:
-                    self.batch.bind(name)[i] = getattr(self.data, name)
-        self.copy()
-
-    def begin(self, ended, qpos, qvel):
-        """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
-        ids = ended.nonzero()[:, 0].cpu()
-        if len(ids) == 0:
-            return
-        self.batch.reset(ids, stage=mujoco.mjtStage.mjSTAGE_NONE)
-        self.batch.qpos[ids] = qpos[ids].cpu()
-        self.batch.qvel[ids] = qvel[ids].cpu()
-        self.batch.forward(ids)
-        self.copy()
-
-    def copy(self):
-        """Fields to `state`, in float32 on the device."""
-        for field, array in self.copies:
-            field.copy_(array)
-
-
-# Where an episode begins, kinematics suffice for these; FORCES are 0 there. A task that reads
-# anything else needs all of `forward`
-QUICK = FORCES | {"xpos", "xquat", "xmat", "xipos", "ximat"}
-QUICK |= {"geom_xpos", "geom_xmat", "site_xpos", "site_xmat"}
-# What set_const derives from the fields that `randomize` multiplies
-DERIVED = {"body_subtreemass", "body_invweight0", "dof_invweight0", "tendon_invweight0"}
-DERIVED |= {"actuator_acc0"}
-
-
-class WarpPhysics:
-    """The same in mujoco_warp: on `device`, in float32, each step a launch of a graph of Warp's."""
-
-    def __init__(self, env, num_envs, task, device, factors):
-        import mujoco_warp as mjw
-        import warp as wp
-
-        # The humanoids ask for PGS, which Warp lacks
-        if env.model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:
-            env.model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
-            env.model.opt.iterations = 100
-        # On steep capsules, Ant's feet, mujoco_warp 4.0.0 takes other directions of friction than
-        # C; without this its velocities differ in the first decimal
-        capsule = mjw._src.collision_primitive_core.plane_capsule.adj
-        capsule.source = capsule.source.replace("b_norm < 0.5", "b_norm < 1e-6")
-        if "b_norm < 1e-6" not in capsule.source:
-            raise NotImplementedError("mujoco_warp has changed: test Ant's feet again")
-        capsule.tree = ast.parse(capsule.source)
-        with wp.ScopedDevice(str(device)):
-            self.data = mjw.make_data(env.model, nworld=num_envs)
-            # Of these fields each world has its own, all others are one for all
-            names = [*factors, *DERIVED] if factors else []
-            rows = dict.fromkeys(names, num_envs)
-            # Kept, because CUDA's graphs do not keep its arrays
-            self.model = mjw.put_model(env.model, batch_sizes=rows)
-            self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
-            for name, factor in factors.items():
-                field = wp.to_torch(getattr(self.model, name))  # no copy
-                field *= factor.to(field)
-            if factors:
-                mjw.set_const(self.model, self.data)
-
-            def run(functions):
-                for function in functions:
-                    function(self.model, self.data)
-
-            def capture(functions):
-                run(functions)  # compiles
-                gc.collect()  # destroying a stream, even one of PyTorch's, would end the capture
-                gc.disable()
-                try:
-                    with wp.ScopedCapture() as recorded:
-                        run(functions)
-                finally:
-                    gc.enable()
-
-                def replay():
-                    stream = wp.stream_from_torch() if device.type == "cuda" else None  # torch's
-                    wp.capture_launch(recorded.graph, stream=stream)
-
-                return replay
-
-            steps = [mjw.step] * env.frame_skip
-            forces = FORCES.intersection(task.reads)
-            if forces:
-                steps.append(mjw.rne_postconstraint)
-            self.simulate = capture(steps)
-            quick = QUICK.issuperset(task.reads)
-            self.refresh = capture([mjw.kinematics if quick else mjw.forward])
-        self.ctrl = wp.to_torch(self.data.ctrl)  # no copies
-        self.overflow = wp.to_torch(self.data.overflow)  # (N,), not 0 once contacts were dropped
-        self.state = SimpleNamespace()
-        for name in ("qpos", "qvel", *task.reads):
-            field = wp.to_torch(getattr(self.data, name))
-            shape = np.shape(getattr(env.data, name))  # matrices are flat in MjData
-            setattr(self.state, name, field.view(num_envs, *shape))
-        # What `refresh` leaves as it was, but not xpos and the like, of which the ground's stay
-        cleared = ["time", "ctrl", "qacc_warmstart", *forces]
-        if env.model.na:
-            cleared.append("act")
-        self.cleared = []
-        for name in cleared:
-            field = wp.to_torch(getattr(self.data, name))
-            self.cleared.append(field.view(num_envs, -1))
-
-    def step(self, actions):
-        self.ctrl.copy_(actions)
-        self.simulate()
-
-    def begin(self, ended, qpos, qvel):
-        self.place(ended, qpos, qvel)
-        self.refresh()
-
-    def place(self, ended, qpos, qvel):
-        """Sets the state where `ended` (N,); on the device alone, so that a graph may hold it."""
-        rows = ended[:, None]
-        state = self.state
-        qpos = qpos.where(rows, state.qpos)
-        qvel = qvel.where(rows, state.qvel)
-        for field in self.cleared:
-            field.masked_fill_(rows, 0)
-        state.qpos.copy_(qpos)
-        state.qvel.copy_(qvel)
-
-
-class MuJoCoEnvs(gym.vector.VectorEnv):
-    """N worlds of a task in one batch: all tensors are float32 on `device`.
-
-    An episode that ends begins anew in the same step. A world whose observation or reward is not
-    finite, or beyond a million, terminates with reward 0 and is counted in `broken`. After `reset`
-    all worlds but the first begin late in an episode, each at another time, so that they do not all
-    end at once; these episodes have NaN as their return. With `randomize` each world's masses,
-    friction and gears are the model's times factors of its own, 1 - randomize to 1 + randomize.
-    """
-
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-
-    def __init__(self, env_id, num_envs, device, physics, randomize=0.0, seed=0):
-        if env_id not in TASKS:
-            raise ValueError(f"--env-id: {env_id} is none of {', '.join(TASKS)}")
-        env = gym.make(env_id).unwrapped
-        self.spec = env.spec
-        self.num_envs = num_envs
-        self.task = TASKS[env_id]
-        self.dt = env.dt
-        self.single_action_space = env.action_space
-        self.single_observation_space = Box(-math.inf, math.inf, env.observation_space.shape)
-        on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
-        kind = WarpPhysics if on_warp else CPhysics
-        factors = draw_factors(env.model, num_envs, randomize, seed) if randomize else {}
-        self.physics = kind(env, num_envs, self.task, device, factors)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-
-        def to_device(array):
-            return torch.tensor(array, device=device).float()
-
-        self.qpos = to_device(env.init_qpos)
-        self.qvel = to_device(env.init_qvel)
-        self.low = to_device(env.action_space.low)
-        self.high = to_device(env.action_space.high)
-        self.broken = torch.zeros((), device=device)
-        self.returns = torch.zeros(num_envs, device=device)
-        self.lengths = torch.zeros(num_envs, device=device)
-        self.position = torch.zeros(num_envs, device=device)
-        env.close()
-
-    def draw(self, *shape, generator=None):
-        """Where episodes begin: (*shape, positions and velocities)."""
-        qpos = self.qpos.repeat(*shape, 1)
-        qvel = self.qvel.repeat(*shape, 1)
-        self.task.start(qpos, qvel, generator)
-        return torch.cat([qpos, qvel], dim=-1)
-
-    def reset(self, *, seed=None, options=None):
-        """Starts all episodes, drawn from torch's generator if not by seed -> obs (N, O), {}."""
-        generator = None
-        if seed is not None:
-            generator = torch.Generator(self.qpos.device).manual_seed(seed)
-        worlds = torch.arange(self.num_envs)
-        self.lengths.copy_(worlds * self.task.max_steps // self.num_envs)
-        self.returns.fill_(0)
-        self.returns.masked_fill_(self.lengths > 0, math.nan)
-        starts = self.draw(self.num_envs, generator=generator)
-        all_worlds = self.lengths >= 0  # True for each
-        self.physics.begin(all_worlds, *self.split(starts))
-        obs = self.first_obs(all_worlds)
-        return obs, {}
-
-    def step(self, actions, starts=None):
-        """Actions (N, A), clipped to their space, and a `draw` for the episodes that begin.
-
-        -> obs (N, O), rewards, terminated, truncated (N,), infos: `final_obs` (N, O) is what the
-        step has led to, `episode` its return `r` and length `l`; masks with a _ say where it ended.
-        """
-        actions = actions.clamp(self.low, self.high)
-        self.physics.step(actions)
-        rewards, terminated, truncated, infos = self.settle(actions)
-        ended = infos["_episode"]
-        if starts is None:
-            starts = self.draw(self.num_envs)
-        self.physics.begin(ended, *self.split(starts))
-        first_obs = self.first_obs(ended)
-        obs = first_obs.where(ended[:, None], infos["final_obs"])
-        return obs, rewards, terminated, truncated, infos
-
-    def split(self, starts):
-        return starts.tensor_split([len(self.qpos)], dim=1)
-
-    def settle(self, actions):
-        """Judges what the physics has led to -> rewards, terminated, truncated (N,), infos."""
-        state = self.physics.state
-        position = self.task.position(state)
-        speed = (position - self.position) / self.dt
-        obs, rewards, terminated = self.task.judge(state, speed, actions)
-        # Before a world is NaN its numbers are huge, and one would spoil all statistics
-        sane = (obs.abs() < 1e6).all(1) & (rewards.abs() < 1e6)
-        obs = obs.where(sane[:, None], 0)
-        rewards = rewards.where(sane, 0)
-        terminated = ~sane | terminated
-        self.position.copy_(position)
-        self.broken += (~sane).sum()
-        self.returns += rewards
-        self.lengths += 1
-        truncated = self.lengths >= self.task.max_steps
-        ended = terminated | truncated
-        infos = {
-            "final_obs": obs,
-            "_final_obs": ended,
-            "episode": {"r": self.returns.clone(), "l": self.lengths.clone()},
-            "_episode": ended,
-        }
-        self.returns.masked_fill_(ended, 0)
-        self.lengths.masked_fill_(ended, 0)
-        return rewards, terminated, truncated, infos
-
-    def first_obs(self, ended):
-        """After `begin`: sets `position` where `ended` (N,), moves x back to 0 -> obs (N, O)."""
-        state = self.physics.state
-        speed = torch.zeros_like(self.position)
-        actions = self.low.new_zeros(self.num_envs, len(self.low))
-        obs, _, _ = self.task.judge(state, speed, actions)
-        position = self.task.position(state)
-        self.position.copy_(position.where(ended, self.position))
-        if self.task.moves:  # float32 would lose the speed in a large x
-            x = state.qpos[:, 0]
-            self.position -= x
-            x.zero_()
-        return obs
-
-
-def draw_factors(model, num_envs, spread, seed):
-    """Factors for fields of the model, uniform in 1 - spread, 1 + spread -> {name: (N, ...)}."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        uniform = torch.rand(num_envs, *shape, generator=generator, dtype=torch.float64)
-        return 1 + spread * (2 * uniform - 1)
-
-    mass = draw(model.nbody)
-    return {
-        "body_mass": mass,
-        "body_inertia": mass[:, :, None],
-        "geom_friction": draw(1, 1),  # one for all geoms: a contact takes the larger of its two
-        "actuator_gear": draw(model.nu, 1),
-    }
-
-
-class World(MujocoEnv):
-    """A task with a model of its own as an environment of Gymnasium's, in which it is evaluated."""
-
-    def __init__(self, task, **kwargs):
-        self.task = task
-        path = task.model  # if it is not here, Gymnasium's own of this name
-        if Path(path).exists():
-            path = str(Path(path).resolve())
-        super().__init__(path, task.frame_skip, None, **kwargs)
-        if not self.model.actuator_ctrllimited.all():  # Gymnasium would let them do nothing
-            raise ValueError(f"--env-id: {task.model} has an actuator without a ctrlrange")
-        self.metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / self.dt)}
-        obs = self.reset_model()
-        self.observation_space = Box(-math.inf, math.inf, obs.shape, np.float64)
-
-    def judge(self, action, begins=False):
-        """What `step` returns for the state now -> obs (O,), reward, terminated, False, {}."""
-        fields = SimpleNamespace()
-        for name in ("qpos", "qvel", *self.task.reads):
-            field = torch.tensor(getattr(self.data, name))
-            setattr(fields, name, field[None])
-        position = self.task.position(fields)
-        if begins:
-            self.position = position
-        speed = (position - self.position) / self.dt
-        self.position = position
-        actions = torch.tensor(action)[None]
-        obs, rewards, terminated = self.task.judge(fields, speed, actions)
-        return obs[0].numpy(), rewards.item(), bool(terminated), False, {}
-
-    def step(self, action):
-        self.do_simulation(action, self.frame_skip)
-        return self.judge(action)
-
-    def reset_model(self):
-        seed = self.np_random.integers(2**31)
-        generator = torch.Generator().manual_seed(int(seed))
-        qpos = torch.tensor(self.init_qpos)
-        qvel = torch.tensor(self.init_qvel)
-        self.task.start(qpos, qvel, generator)
-        self.set_state(qpos.numpy(), qvel.numpy())
-        obs, *_ = self.judge(np.zeros(self.model.nu), begins=True)
-        return obs
+# Evaluation
 
 
 def evaluate(agent: PPO, args: Args, video: Path) -> float:
