@@ -1,23 +1,37 @@
-"""MuJoCo's worlds: Gymnasium's MuJoCo tasks, N at a time, as one vector environment of tensors."""
+"""MuJoCo's worlds: N copies of a robot's task in one batch, as a vector environment of tensors.
+
+    import gymnasium as gym
+    import mujoco_worlds  # registers worlds/HalfCheetah-v5 and ten more
+
+    envs = gym.make_vec("worlds/HalfCheetah-v5", num_envs=64, device="cpu")
+    obs, _ = envs.reset(seed=1)  # (N, O)
+    obs, rewards, terminated, truncated, infos = envs.step(actions)  # (N, A), a tensor or NumPy's
+
+Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU. Observations, rewards and
+terminations are functions of its state, written for all worlds at once: a Task. The eleven below
+are those of Gymnasium's environments; `register` adds your own, which can also be made one at a
+time by `gym.make`. Shapes: N worlds, O observation, A action.
+"""
 
 import ast
 import gc
 import math
 import os
-from collections.abc import Callable
+import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import gymnasium as gym
 import mujoco.batch
 import numpy as np
 import torch
-from gymnasium.envs.mujoco import MujocoEnv
+from gymnasium.envs import mujoco as gymnasium_mujoco
 from gymnasium.spaces import Box
 from gymnasium.vector.utils import batch_space
-from tensordict.nn import CudaGraphModule
+
+# Tasks
 
 
 def join(*fields):
@@ -31,139 +45,6 @@ def sum_squares(x):
     return x.square().flatten(1).sum(1)
 
 
-def half_cheetah(s, speed, actions):
-    obs = join(s.qpos[:, 1:], s.qvel)
-    rewards = speed - 0.1 * sum_squares(actions)
-    return obs, rewards, False
-
-
-def walk(s, speed, actions, healthy):
-    velocities = s.qvel.clamp(-10, 10)
-    obs = join(s.qpos[:, 1:], velocities)
-    rewards = speed + healthy - 1e-3 * sum_squares(actions)
-    return obs, rewards, ~healthy
-
-
-def hopper(s, speed, actions):
-    _, height, angle, *_ = s.qpos.unbind(1)
-    angles = s.qpos[:, 2:]
-    others = join(angles, s.qvel)
-    upright = (height > 0.7) & (angle.abs() < 0.2)
-    healthy = upright & (others.abs() < 100).all(1)
-    return walk(s, speed, actions, healthy)
-
-
-def walker2d(s, speed, actions):
-    _, height, angle, *_ = s.qpos.unbind(1)
-    upright = angle.abs() < 1
-    healthy = (height > 0.8) & (height < 2) & upright
-    return walk(s, speed, actions, healthy)
-
-
-def swimmer(s, speed, actions):
-    obs = join(s.qpos[:, 2:], s.qvel)
-    rewards = speed - 1e-4 * sum_squares(actions)
-    return obs, rewards, False
-
-
-def ant(s, speed, actions):
-    height = s.qpos[:, 2]
-    healthy = (height >= 0.2) & (height <= 1)
-    forces = s.cfrc_ext.clamp(-1, 1)  # (N, bodies, 6), of which the first is the world
-    costs = 0.5 * sum_squares(actions) + 5e-4 * sum_squares(forces)
-    obs = join(
-        s.qpos[:, 2:],
-        s.qvel,
-        forces[:, 1:],
-    )
-    return obs, speed + healthy - costs, ~healthy
-
-
-def observe_humanoid(s):
-    return join(
-        s.qpos[:, 2:],
-        s.qvel,
-        s.cinert[:, 1:],
-        s.cvel[:, 1:],
-        s.qfrc_actuator[:, 6:],
-        s.cfrc_ext[:, 1:],
-    )
-
-
-def humanoid_costs(s, actions):
-    contact_costs = 5e-7 * sum_squares(s.cfrc_ext)
-    return 0.1 * sum_squares(actions) + contact_costs.clamp(max=10)
-
-
-def humanoid(s, speed, actions):
-    height = s.qpos[:, 2]
-    healthy = (height > 1) & (height < 2)
-    rewards = 1.25 * speed + 5 * healthy - humanoid_costs(s, actions)
-    return observe_humanoid(s), rewards, ~healthy
-
-
-def humanoid_standup(s, speed, actions):
-    height = s.qpos[:, 2]
-    rewards = height / 0.003 + 1 - humanoid_costs(s, actions)  # Gymnasium divides by a substep
-    return observe_humanoid(s), rewards, False
-
-
-def inverted_pendulum(s, speed, actions):
-    fallen = s.qpos[:, 1].abs() > 0.2
-    obs = join(s.qpos, s.qvel)
-    return obs, (~fallen).float(), fallen
-
-
-def double_pendulum(s, speed, actions):
-    x, _, y = s.site_xpos[:, 0].unbind(1)  # of the tip
-    _, lower, upper = s.qvel.unbind(1)
-    costs = 0.01 * x.square() + (y - 2).square()
-    costs += 1e-3 * lower.square()
-    costs += 5e-3 * upper.square()
-    fallen = y <= 1
-    x_of_cart, angles = s.qpos.tensor_split([1], dim=1)
-    others = join(s.qvel, s.qfrc_constraint[:, :1])
-    others = others.clamp(-10, 10)
-    obs = join(
-        x_of_cart,
-        angles.sin(),
-        angles.cos(),
-        others,
-    )
-    return obs, 10 * ~fallen - costs, fallen
-
-
-def reacher(s, speed, actions):
-    angles, target = s.qpos.split(2, dim=1)
-    offset = s.xpos[:, 3] - s.xpos[:, 4]  # of the fingertip from the target
-    obs = join(
-        angles.cos(),
-        angles.sin(),
-        target,
-        s.qvel[:, :2],
-        offset[:, :2],
-    )
-    rewards = -offset.norm(dim=1) - sum_squares(actions)
-    return obs, rewards, False
-
-
-def pusher(s, speed, actions):
-    tips, cylinder, goal = s.xpos[:, -3:].unbind(1)
-    to_tips = (cylinder - tips).norm(dim=1)
-    to_goal = (cylinder - goal).norm(dim=1)
-    obs = join(
-        s.qpos[:, :7],
-        s.qvel[:, :7],
-        s.xpos[:, -3:],
-    )
-    rewards = -to_goal - 0.1 * sum_squares(actions) - 0.5 * to_tips
-    return obs, rewards, False
-
-
-# Where an episode begins. Each of these adds noise in place to the model's usual qpos (..., nq) and
-# qvel (..., nv), for any number of episodes; generator is a torch.Generator or None
-
-
 def uniform_like(x, generator):
     return torch.empty_like(x).uniform_(-1, 1, generator=generator)
 
@@ -172,175 +53,340 @@ def normal_like(x, generator):
     return torch.empty_like(x).normal_(generator=generator)
 
 
-def start_near(scale, velocity_like=uniform_like):
-    """Positions uniform, up to `scale` from the usual ones; velocities, too, or normal."""
+class Task:
+    """What a robot is to do. All methods are of N worlds at once, whose state is `s`:
 
-    def start(qpos, qvel, generator):
-        qpos += scale * uniform_like(qpos, generator)
-        qvel += scale * velocity_like(qvel, generator)
-
-    return start
-
-
-def start_reacher(qpos, qvel, generator):
-    qpos += 0.1 * uniform_like(qpos, generator)
-    qvel += 0.005 * uniform_like(qvel, generator)
-    angle, area = uniform_like(qpos[..., :2], generator).unbind(-1)
-    angle *= math.pi
-    radius = 0.2 * area.abs().sqrt()  # uniform in a disk
-    qpos[..., 2] = radius * angle.cos()
-    qpos[..., 3] = radius * angle.sin()
-    qvel[..., 2:] = 0
-
-
-def start_pusher(qpos, qvel, generator):
-    qvel += 0.005 * uniform_like(qvel, generator)
-    qvel[..., -4:] = 0
-    cylinder = qpos[..., -4:-2]
-    for _ in range(20):  # six of ten places are far enough from the goal, which is at 0
-        place = 0.2 * uniform_like(cylinder, generator)
-        place[..., 0] *= 0.75
-        place[..., 0] -= 0.15
-        distance = cylinder.norm(dim=-1, keepdim=True)
-        place = place.where(distance <= 0.17, cylinder)
-        cylinder.copy_(place)
-
-
-def root(s):
-    return s.qpos[:, 0]
-
-
-def torso(s):
-    return s.xpos[:, 1, 0]
-
-
-def center_of_mass(s):
-    return s.subtree_com[:, 1, 0]
-
-
-class Task(NamedTuple):
-    """How N worlds are judged, and all that MuJoCoEnvs must know for that.
-
-    `judge` takes fields of mujoco.MjData as tensors (N, ...), the speed forward in m/s (N,) and
-    actions (N, A) -> observations (N, O), rewards (N,), terminated (N,) or False. Where an episode
-    begins, it gets 0 for both, and its observations count. Where the task `moves`, it must not
-    depend on x, neither by qpos[:, 0] nor by a place: training sets x back to 0, the environment
-    of the evaluation does not. Distances are safe.
+    s.qpos (N, nq), s.qvel (N, nv), and the fields of mujoco.MjData (N, ...) that `reads` names;
+    s.actions (N, A), the last ones; s.steps (N,), of the episode so far; s.speed (N,), in m/s, of
+    `position`; in `reward` also s.terminated (N,); and what `memory` names. Actions, steps and
+    speed are 0 where an episode begins.
     """
 
-    judge: Callable
-    start: Callable  # qpos, qvel and a generator, in place: noise where an episode begins
-    reads: tuple = ()  # the fields that judge and position read, besides qpos and qvel
-    position: Callable = root  # fields -> x in m (N,) of what is rewarded for its speed
-    moves: bool = False  # over ground that is the same everywhere: its x goes back to 0 each step
-    max_steps: int = 1000  # of an episode, which is truncated then
-    model: str | None = None  # an MJCF file; None: that of Gymnasium's environment of this name
-    frame_skip: int = 1  # substeps of such a model in a step
+    model: str  # an MJCF file beside the task's own, or one of Gymnasium's
+    frame_skip = 1  # steps of MuJoCo per step of the environment
+    max_steps = 1000  # of an episode, which is truncated then
+    reads = ()  # fields of mujoco.MjData, besides qpos and qvel
+    memory = {}  # {name: width} of tensors (N, width) that last, zeros at first. xfrc_applied and
+    # qfrc_applied are forces that act in the next step, and end with the episode
+    noise = 0.0  # of qpos and qvel where an episode begins: uniform, up to that much
+    normal_velocities = False  # its noise of qvel is normal instead
+    obs_noise = 0.0  # uniform, up to that much, in what the policy sees; or a number for each
+
+    def start(self, qpos, qvel, generator):
+        """Where episodes begin: adds noise, in place, to the usual qpos (..., nq), qvel (..., nv).
+
+        `generator` is the environment's torch.Generator, here and below.
+        """
+        qpos += self.noise * uniform_like(qpos, generator)
+        velocity_like = normal_like if self.normal_velocities else uniform_like
+        qvel += self.noise * velocity_like(qvel, generator)
+
+    def position(self, s):
+        """x in m (N,) of what has the speed."""
+        return s.qpos[:, 0]
+
+    def observe(self, s):
+        """Observations (N, O), or two: what the policy sees, and what only its critic sees, too."""
+        raise NotImplementedError
+
+    def reward(self, s):
+        """Rewards (N,)."""
+        raise NotImplementedError
+
+    def terminated(self, s):
+        """True (N,) where an episode ends for good."""
+        return torch.zeros_like(s.terminated)
+
+    def begin(self, s, mask, generator):
+        """Changes the memory where an episode begins, by `mask` (N,); `s` is still the last one."""
+
+    def advance(self, s, generator):
+        """Changes the memory after a step was rewarded and before it is observed."""
 
 
-HUMANOID = ("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
-TASKS = {
-    "HalfCheetah-v5": Task(
-        half_cheetah,
-        start_near(0.1, normal_like),
-        moves=True,
-    ),
-    "Hopper-v5": Task(
-        hopper,
-        start_near(0.005),
-        moves=True,
-    ),
-    "Walker2d-v5": Task(
-        walker2d,
-        start_near(0.005),
-        moves=True,
-    ),
-    "Swimmer-v5": Task(
-        swimmer,
-        start_near(0.1),
-        moves=True,
-    ),
-    "Ant-v5": Task(
-        ant,
-        start_near(0.1, normal_like),
-        reads=("xpos", "cfrc_ext"),
-        position=torso,
-        moves=True,
-    ),
-    "Humanoid-v5": Task(
-        humanoid,
-        start_near(0.01),
-        reads=HUMANOID,
-        position=center_of_mass,
-        moves=True,
-    ),
-    "HumanoidStandup-v5": Task(
-        humanoid_standup,
-        start_near(0.01),
-        reads=HUMANOID,
-        moves=True,
-    ),
-    "InvertedPendulum-v5": Task(
-        inverted_pendulum,
-        start_near(0.01),
-    ),
-    "InvertedDoublePendulum-v5": Task(
-        double_pendulum,
-        start_near(0.1, normal_like),
-        reads=("site_xpos", "qfrc_constraint"),
-    ),
-    "Reacher-v5": Task(
-        reacher,
-        start_reacher,
-        reads=("xpos",),
-        max_steps=50,
-    ),
-    "Pusher-v5": Task(
-        pusher,
-        start_pusher,
-        reads=("xpos",),
-        max_steps=100,
-    ),
-}
+class HalfCheetah(Task):
+    model = "half_cheetah.xml"
+    frame_skip = 5
+    noise = 0.1
+    normal_velocities = True
+
+    def observe(self, s):
+        return join(s.qpos[:, 1:], s.qvel)
+
+    def reward(self, s):
+        return s.speed - 0.1 * sum_squares(s.actions)
 
 
-def register(env_id: str, task: Task) -> None:
-    """Adds a task with a model of its own, of which gym.make then makes a World."""
-    TASKS[env_id] = task
-    gym.register(env_id, partial(World, task), max_episode_steps=task.max_steps)
+class Hopper(Task):
+    model = "hopper.xml"
+    frame_skip = 4
+    noise = 0.005
+
+    def observe(self, s):
+        return join(s.qpos[:, 1:], s.qvel.clamp(-10, 10))
+
+    def reward(self, s):
+        return s.speed + ~s.terminated - 1e-3 * sum_squares(s.actions)
+
+    def terminated(self, s):
+        _, height, angle, *_ = s.qpos.unbind(1)
+        others = join(s.qpos[:, 2:], s.qvel)
+        upright = (height > 0.7) & (angle.abs() < 0.2)
+        return ~(upright & (others.abs() < 100).all(1))
+
+
+class Walker2d(Hopper):
+    model = "walker2d_v5.xml"
+
+    def terminated(self, s):
+        _, height, angle, *_ = s.qpos.unbind(1)
+        return (height <= 0.8) | (height >= 2) | (angle.abs() >= 1)
+
+
+class Swimmer(Task):
+    model = "swimmer.xml"
+    frame_skip = 4
+    noise = 0.1
+
+    def observe(self, s):
+        return join(s.qpos[:, 2:], s.qvel)
+
+    def reward(self, s):
+        return s.speed - 1e-4 * sum_squares(s.actions)
+
+
+class Ant(Task):
+    model = "ant.xml"
+    frame_skip = 5
+    reads = ("xpos", "cfrc_ext")
+    noise = 0.1
+    normal_velocities = True
+
+    def position(self, s):
+        return s.xpos[:, 1, 0]  # of the torso
+
+    def observe(self, s):
+        forces = s.cfrc_ext[:, 1:]  # (N, bodies, 6), of which the first is the world
+        return join(s.qpos[:, 2:], s.qvel, forces.clamp(-1, 1))
+
+    def reward(self, s):
+        costs = 0.5 * sum_squares(s.actions) + 5e-4 * sum_squares(s.cfrc_ext.clamp(-1, 1))
+        return s.speed + ~s.terminated - costs
+
+    def terminated(self, s):
+        height = s.qpos[:, 2]
+        return (height < 0.2) | (height > 1)
+
+
+class Humanoid(Task):
+    model = "humanoid.xml"
+    frame_skip = 5
+    reads = ("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+    noise = 0.01
+
+    def position(self, s):
+        return s.subtree_com[:, 1, 0]
+
+    def observe(self, s):
+        return join(
+            s.qpos[:, 2:],
+            s.qvel,
+            s.cinert[:, 1:],
+            s.cvel[:, 1:],
+            s.qfrc_actuator[:, 6:],
+            s.cfrc_ext[:, 1:],
+        )
+
+    def costs(self, s):
+        contact_costs = 5e-7 * sum_squares(s.cfrc_ext)
+        return 0.1 * sum_squares(s.actions) + contact_costs.clamp(max=10)
+
+    def reward(self, s):
+        return 1.25 * s.speed + 5 * ~s.terminated - self.costs(s)
+
+    def terminated(self, s):
+        height = s.qpos[:, 2]
+        return (height <= 1) | (height >= 2)
+
+
+class HumanoidStandup(Humanoid):
+    model = "humanoidstandup.xml"
+    terminated = Task.terminated
+
+    def reward(self, s):
+        return s.qpos[:, 2] / 0.003 + 1 - self.costs(s)  # Gymnasium divides by a substep
+
+
+class InvertedPendulum(Task):
+    model = "inverted_pendulum.xml"
+    frame_skip = 2
+    noise = 0.01
+
+    def observe(self, s):
+        return join(s.qpos, s.qvel)
+
+    def reward(self, s):
+        return ~s.terminated
+
+    def terminated(self, s):
+        return s.qpos[:, 1].abs() > 0.2
+
+
+class InvertedDoublePendulum(Task):
+    model = "inverted_double_pendulum.xml"
+    frame_skip = 5
+    reads = ("site_xpos", "qfrc_constraint")
+    noise = 0.1
+    normal_velocities = True
+
+    def observe(self, s):
+        x_of_cart, angles = s.qpos.tensor_split([1], dim=1)
+        others = join(s.qvel, s.qfrc_constraint[:, :1])
+        return join(x_of_cart, angles.sin(), angles.cos(), others.clamp(-10, 10))
+
+    def reward(self, s):
+        x, _, y = s.site_xpos[:, 0].unbind(1)  # of the tip
+        _, lower, upper = s.qvel.unbind(1)
+        costs = 0.01 * x.square() + (y - 2).square()
+        costs = costs + 1e-3 * lower.square() + 5e-3 * upper.square()
+        return 10 * ~s.terminated - costs
+
+    def terminated(self, s):
+        return s.site_xpos[:, 0, 2] <= 1
+
+
+class Reacher(Task):
+    model = "reacher.xml"
+    frame_skip = 2
+    max_steps = 50
+    reads = ("xpos",)
+
+    def start(self, qpos, qvel, generator):
+        qpos += 0.1 * uniform_like(qpos, generator)
+        qvel += 0.005 * uniform_like(qvel, generator)
+        angle, area = uniform_like(qpos[..., :2], generator).unbind(-1)
+        angle *= math.pi
+        radius = 0.2 * area.abs().sqrt()  # uniform in a disk
+        qpos[..., 2] = radius * angle.cos()
+        qpos[..., 3] = radius * angle.sin()
+        qvel[..., 2:] = 0
+
+    def offset(self, s):
+        return s.xpos[:, 3] - s.xpos[:, 4]  # of the fingertip from the target
+
+    def observe(self, s):
+        angles, target = s.qpos.split(2, dim=1)
+        offset = self.offset(s)[:, :2]
+        return join(angles.cos(), angles.sin(), target, s.qvel[:, :2], offset)
+
+    def reward(self, s):
+        return -self.offset(s).norm(dim=1) - sum_squares(s.actions)
+
+
+class Pusher(Task):
+    model = "pusher_v5.xml"
+    frame_skip = 5
+    max_steps = 100
+    reads = ("xpos",)
+
+    def start(self, qpos, qvel, generator):
+        qvel += 0.005 * uniform_like(qvel, generator)
+        qvel[..., -4:] = 0
+        cylinder = qpos[..., -4:-2]
+        for _ in range(20):  # six of ten places are far enough from the goal, which is at 0
+            place = 0.2 * uniform_like(cylinder, generator)
+            place[..., 0] *= 0.75
+            place[..., 0] -= 0.15
+            distance = cylinder.norm(dim=-1, keepdim=True)
+            place = place.where(distance <= 0.17, cylinder)
+            cylinder.copy_(place)
+
+    def observe(self, s):
+        return join(s.qpos[:, :7], s.qvel[:, :7], s.xpos[:, -3:])
+
+    def reward(self, s):
+        tips, cylinder, goal = s.xpos[:, -3:].unbind(1)
+        to_tips = (cylinder - tips).norm(dim=1)
+        to_goal = (cylinder - goal).norm(dim=1)
+        return -to_goal - 0.1 * sum_squares(s.actions) - 0.5 * to_tips
+
+
+# Physics
+
+
+def load_model(task):
+    """The task's MjModel; ValueError where actuators have no bounds."""
+    module = sys.modules[type(task).__module__]
+    path = Path(getattr(module, "__file__", ".")).parent / task.model
+    if not path.exists():
+        path = Path(gymnasium_mujoco.__file__).parent / "assets" / task.model
+    model = mujoco.MjModel.from_xml_path(str(path))
+    if not model.actuator_ctrllimited.all():
+        raise ValueError(f"model: {task.model} has an actuator without a ctrlrange")
+    return model
+
+
+COUPLED = {"body_mass": ["body_inertia"], "actuator_gainprm": ["actuator_biasprm"]}
+
+
+def draw_factors(model, num_envs, randomize, seed):
+    """Factors for fields of the model: {name: (N, ...)}. `randomize` is MuJoCoWorlds's."""
+    if not isinstance(randomize, dict):
+        span = 1 - randomize, 1 + randomize
+        randomize = dict.fromkeys(("body_mass", "geom_friction", "actuator_gainprm"), span)
+    generator = torch.Generator().manual_seed(seed)
+    factors = {}
+    for name, (low, high) in randomize.items():
+        if not isinstance(getattr(model, name, None), np.ndarray):
+            raise ValueError(f"randomize: {name} is no field of mujoco.MjModel")
+        rows = 1 if name == "geom_friction" else len(getattr(model, name))  # a contact takes the
+        # larger friction of its two geoms: all of a world have the same factor
+        uniform = torch.rand(num_envs, rows, generator=generator, dtype=torch.float64)
+        for each in (name, *COUPLED.get(name, ())):
+            more = (1,) * (getattr(model, each).ndim - 1)
+            factors[each] = (low + (high - low) * uniform).view(num_envs, rows, *more)
+    return factors
 
 
 # Fields of mujoco.MjData that a step leaves out: mj_rnePostConstraint computes them afterwards
 FORCES = {"cacc", "cfrc_int", "cfrc_ext"}
+CALLBACKS = "mjcb_passive mjcb_control mjcb_contactfilter mjcb_sensor".split()
+CALLBACKS += "mjcb_act_bias mjcb_act_dyn mjcb_act_gain".split()
+# Fields that a task may set, by its memory
+INPUTS = {"xfrc_applied", "qfrc_applied"}
 
 
 class CPhysics:
-    """N worlds in mujoco.batch, MuJoCo's C engine in a thread per core: on the CPU, in float64.
+    """N worlds in mujoco.batch, MuJoCo's C engine in threads: on the CPU, in float64.
 
     `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`. Fields
     of the model in `factors` are multiplied by them, (N, ...), for each world.
     """
 
-    def __init__(self, env, num_envs, task, device, factors):
-        self.model = model = env.model
-        self.frame_skip = env.frame_skip
-        self.moves = task.moves
+    def __init__(self, model, task, num_envs, device, factors, num_threads):
+        self.model = model
+        self.frame_skip = task.frame_skip
         # MuJoCo would reset a world that is NaN by itself, and nobody would see it. Islands are
         # parts that could be solved apart: a robot is one part, so to search for them gains nothing
         disable = mujoco.mjtDisableBit
         model.opt.disableflags |= disable.mjDSBL_AUTORESET | disable.mjDSBL_ISLAND
         # Python's mujoco installs a clock that every part of a step would read
+        kept = {name: getattr(mujoco, f"get_{name}")() for name in CALLBACKS}
         mujoco.mj_resetCallbacks()
+        for name, callback in kept.items():
+            getattr(mujoco, f"set_{name}")(callback)
         # mj_rnePostConstraint needs a world's contacts, which only an MjData of its own keeps
         self.forces = FORCES.intersection(task.reads)
-        threads = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # Linux: those that this process may use
-            threads = len(os.sched_getaffinity(0))
-        self.batch = mujoco.batch.Batch(model, num_envs, threads, persistent=bool(self.forces))
+        if num_threads == 0:
+            num_threads = os.cpu_count()
+            if hasattr(os, "sched_getaffinity"):  # Linux: those that this process may use
+                num_threads = len(os.sched_getaffinity(0))
+        self.batch = mujoco.batch.Batch(model, num_envs, num_threads, persistent=bool(self.forces))
         for name, factor in factors.items():
             self.batch.expand(name)[:] *= factor.numpy()
         self.batch.set_const()
         self.data = mujoco.MjData(model)
+        self.inputs = INPUTS.intersection(task.memory)
         self.state = SimpleNamespace()
         self.copies = []
         for name in ("qpos", "qvel", *task.reads):
@@ -350,13 +396,13 @@ class CPhysics:
             field = torch.zeros_like(array, dtype=torch.float32, device=device)
             self.copies.append((field, array))
             setattr(self.state, name, field)
-        self.overflow = torch.zeros(num_envs, device=device)  # counted on Warp alone
 
-    def step(self, actions):
-        """frame_skip substeps under actions (N, A), where the task moves from x = 0."""
-        if self.moves:
-            self.batch.qpos[:, 0] = 0
-        self.batch.ctrl[:] = actions.cpu()
+    def step(self):
+        """frame_skip substeps under state.actions (N, A)."""
+        self.batch.ctrl[:] = self.state.actions.cpu()
+        for name in self.inputs:
+            array = self.batch.bind(name)
+            array[:] = getattr(self.state, name).cpu().view(array.shape)
         self.batch.step(nstep=self.frame_skip)
         if self.forces:
             for i in range(self.batch.nsim):
@@ -369,8 +415,6 @@ class CPhysics:
     def begin(self, ended, qpos, qvel):
         """Begins episodes where `ended` (N,), at these positions and velocities (N, .)."""
         ids = ended.nonzero()[:, 0].cpu()
-        if len(ids) == 0:
-            return
         self.batch.reset(ids, stage=mujoco.mjtStage.mjSTAGE_NONE)
         self.batch.qpos[ids] = qpos[ids].cpu()
         self.batch.qvel[ids] = qvel[ids].cpu()
@@ -387,48 +431,52 @@ class CPhysics:
 # anything else needs all of `forward`
 QUICK = FORCES | {"xpos", "xquat", "xmat", "xipos", "ximat"}
 QUICK |= {"geom_xpos", "geom_xmat", "site_xpos", "site_xmat"}
-# What set_const derives from the fields that `randomize` multiplies
+# What set_const derives from the masses
 DERIVED = {"body_subtreemass", "body_invweight0", "dof_invweight0", "tendon_invweight0"}
 DERIVED |= {"actuator_acc0"}
 
 
 class WarpPhysics:
-    """The same in mujoco_warp: on `device`, in float32, each step a launch of a graph of Warp's."""
+    """The same in mujoco_warp: on `device`, in float32, each step a launch of a graph of Warp's.
 
-    def __init__(self, env, num_envs, task, device, factors):
+    Each world has room for about nconmax contacts and for njmax constraints.
+    """
+
+    def __init__(self, model, task, num_envs, device, factors, nconmax, njmax):
         import mujoco_warp as mjw
         import warp as wp
 
         # The humanoids ask for PGS, which Warp lacks
-        if env.model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:
-            env.model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
-            env.model.opt.iterations = 100
-        # On steep capsules, Ant's feet, mujoco_warp 4.0.0 takes other directions of friction than
-        # C; without this its velocities differ in the first decimal
-        capsule = mjw._src.collision_primitive_core.plane_capsule.adj
-        capsule.source = capsule.source.replace("b_norm < 0.5", "b_norm < 1e-6")
-        if "b_norm < 1e-6" not in capsule.source:
-            raise NotImplementedError("mujoco_warp has changed: test Ant's feet again")
-        capsule.tree = ast.parse(capsule.source)
+        if model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:
+            model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
+            model.opt.iterations = 100
+        if mjw.__version__ == "4.0.0":
+            # On steep capsules, Ant's feet, it takes other directions of friction than C; without
+            # this its velocities differ in the first decimal
+            capsule = mjw._src.collision_primitive_core.plane_capsule.adj
+            capsule.source = capsule.source.replace("b_norm < 0.5", "b_norm < 1e-6")
+            capsule.tree = ast.parse(capsule.source)
         with wp.ScopedDevice(str(device)):
-            self.data = mjw.make_data(env.model, nworld=num_envs)
+            self.data = mjw.make_data(model, nworld=num_envs, nconmax=nconmax, njmax=njmax)
             # Of these fields each world has its own, all others are one for all
             names = [*factors, *DERIVED] if factors else []
             rows = dict.fromkeys(names, num_envs)
             # Kept, because CUDA's graphs do not keep its arrays
-            self.model = mjw.put_model(env.model, batch_sizes=rows)
-            self.model.opt.warn_overflow = 0  # kernels would print; the chart counts
+            self.model = mjw.put_model(model, batch_sizes=rows)
+            self.model.opt.warn_overflow = 0  # kernels would print; MuJoCoWorlds warns
             for name, factor in factors.items():
                 field = wp.to_torch(getattr(self.model, name))  # no copy
                 field *= factor.to(field)
             if factors:
                 mjw.set_const(self.model, self.data)
+            mask = wp.zeros(num_envs, dtype=bool)
+            self.mask = wp.to_torch(mask)
 
             def run(functions):
                 for function in functions:
                     function(self.model, self.data)
 
-            def capture(functions):
+            def capture(*functions):
                 run(functions)  # compiles
                 gc.collect()  # destroying a stream, even one of PyTorch's, would end the capture
                 gc.disable()
@@ -444,34 +492,35 @@ class WarpPhysics:
 
                 return replay
 
-            steps = [mjw.step] * env.frame_skip
+            steps = [mjw.step] * task.frame_skip
             forces = FORCES.intersection(task.reads)
             if forces:
                 steps.append(mjw.rne_postconstraint)
-            self.simulate = capture(steps)
+            self.simulate = capture(*steps)
+            self.clear = capture(partial(mjw.reset_data, reset=mask))
             quick = QUICK.issuperset(task.reads)
-            self.refresh = capture([mjw.kinematics if quick else mjw.forward])
+            self.refresh = capture(mjw.kinematics if quick else mjw.forward)
         self.ctrl = wp.to_torch(self.data.ctrl)  # no copies
         self.overflow = wp.to_torch(self.data.overflow)  # (N,), not 0 once contacts were dropped
+        inputs = INPUTS.intersection(task.memory)
+        self.inputs = {name: wp.to_torch(getattr(self.data, name)) for name in inputs}
         self.state = SimpleNamespace()
+        data = mujoco.MjData(model)
         for name in ("qpos", "qvel", *task.reads):
             field = wp.to_torch(getattr(self.data, name))
-            shape = np.shape(getattr(env.data, name))  # matrices are flat in MjData
+            shape = np.shape(getattr(data, name))  # matrices are flat in MjData
             setattr(self.state, name, field.view(num_envs, *shape))
-        # What `refresh` leaves as it was, but not xpos and the like, of which the ground's stay
-        cleared = ["time", "ctrl", "qacc_warmstart", *forces]
-        if env.model.na:
-            cleared.append("act")
-        self.cleared = []
-        for name in cleared:
-            field = wp.to_torch(getattr(self.data, name))
-            self.cleared.append(field.view(num_envs, -1))
+        self.forces = [getattr(self.state, name) for name in forces]
 
-    def step(self, actions):
-        self.ctrl.copy_(actions)
+    def step(self):
+        self.ctrl.copy_(self.state.actions)
+        for name, field in self.inputs.items():
+            field.copy_(getattr(self.state, name).view(field.shape))
         self.simulate()
 
     def begin(self, ended, qpos, qvel):
+        self.mask.copy_(ended)
+        self.clear()
         self.place(ended, qpos, qvel)
         self.refresh()
 
@@ -479,209 +528,321 @@ class WarpPhysics:
         """Sets the state where `ended` (N,); on the device alone, so that a graph may hold it."""
         rows = ended[:, None]
         state = self.state
-        qpos = qpos.where(rows, state.qpos)
-        qvel = qvel.where(rows, state.qvel)
-        for field in self.cleared:
-            field.masked_fill_(rows, 0)
-        state.qpos.copy_(qpos)
-        state.qvel.copy_(qvel)
+        state.qpos.copy_(qpos.where(rows, state.qpos))
+        state.qvel.copy_(qvel.where(rows, state.qvel))
+        for field in self.forces:
+            field.masked_fill_(rows[:, :, None], 0)
 
 
-class MuJoCoEnvs(gym.vector.VectorEnv):
+# Environments
+
+
+class MuJoCoWorlds(gym.vector.VectorEnv):
     """N worlds of a task in one batch: all tensors are float32 on `device`.
 
-    An episode that ends begins anew in the same step. A world whose observation or reward is not
-    finite, or beyond a million, terminates with reward 0 and is counted in `broken`. After `reset`
-    all worlds but the first begin late in an episode, each at another time, so that they do not all
-    end at once; these episodes have NaN as their return. With `randomize` each world's masses,
-    friction and gears are the model's times factors of its own, 1 - randomize to 1 + randomize.
+    An episode that ends begins anew in the same step. infos["final_obs"] (N, O) is what the step
+    has led to, infos["episode"] return `r` and length `l` so far (N,), infos["_episode"] is True
+    where it ended. A world whose observation or reward is not finite, or beyond a million,
+    terminates with reward 0 and is counted in `broken`. A policy sees the first actor_dim numbers
+    of obs; the rest is for its critic alone.
+
+    physics: "c", "warp", or "auto": C on a CPU. randomize: 0.2 multiplies each world's masses,
+    friction and actuators' strengths by factors of its own from 0.8 to 1.2, which are drawn by
+    `seed`; {"body_mass": (0.5, 2.0)} those fields of mujoco.MjModel. num_threads: of C; 0: one per
+    core. nconmax, njmax: Warp's room for contacts and constraints of a world.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    autoreset = True
+    renderer = None
 
-    def __init__(self, env_id, num_envs, device, physics, randomize=0.0, seed=0):
-        if env_id not in TASKS:
-            raise ValueError(f"--env-id: {env_id} is none of {', '.join(TASKS)}")
-        env = gym.make(env_id).unwrapped
-        self.spec = env.spec
+    def __init__(
+        self,
+        task,
+        num_envs,
+        device="cpu",
+        physics="auto",
+        randomize=0.0,
+        seed=0,
+        num_threads=0,
+        nconmax=None,
+        njmax=None,
+        max_episode_steps=None,
+    ):
+        if physics not in ("auto", "c", "warp"):
+            raise ValueError(f"physics: {physics!r} is none of auto, c, warp")
+        self.task = task
         self.num_envs = num_envs
-        self.task = TASKS[env_id]
-        self.dt = env.dt
-        self.single_action_space = env.action_space
-        self.single_observation_space = Box(-math.inf, math.inf, env.observation_space.shape)
-        on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
-        kind = WarpPhysics if on_warp else CPhysics
-        factors = draw_factors(env.model, num_envs, randomize, seed) if randomize else {}
-        self.physics = kind(env, num_envs, self.task, device, factors)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.max_steps = max_episode_steps or task.max_steps
+        self.model = load_model(task)
+        self.dt = self.model.opt.timestep * task.frame_skip
+        device = torch.device(device)
+        factors = draw_factors(self.model, num_envs, randomize, seed) if randomize else {}
+        worlds = self.model, task, num_envs, device, factors
+        self.on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
+        if self.on_warp:
+            self.physics = WarpPhysics(*worlds, nconmax, njmax)
+        else:
+            self.physics = CPhysics(*worlds, num_threads)
+
+        def zeros(*shape):
+            return torch.zeros(num_envs, *shape, device=device)
 
         def to_device(array):
             return torch.tensor(array, device=device).float()
 
-        self.qpos = to_device(env.init_qpos)
-        self.qvel = to_device(env.init_qvel)
-        self.low = to_device(env.action_space.low)
-        self.high = to_device(env.action_space.high)
+        self.state = s = self.physics.state
+        s.actions = zeros(self.model.nu)
+        s.steps = zeros()
+        s.speed = zeros()
+        s.terminated = zeros().bool()
+        for name, width in task.memory.items():
+            setattr(s, name, zeros(width))
+        self.position = zeros()
+        self.returns = zeros()
         self.broken = torch.zeros((), device=device)
-        self.returns = torch.zeros(num_envs, device=device)
-        self.lengths = torch.zeros(num_envs, device=device)
-        self.position = torch.zeros(num_envs, device=device)
-        env.close()
-
-    def draw(self, *shape, generator=None):
-        """Where episodes begin: (*shape, positions and velocities)."""
-        qpos = self.qpos.repeat(*shape, 1)
-        qvel = self.qvel.repeat(*shape, 1)
-        self.task.start(qpos, qvel, generator)
-        return torch.cat([qpos, qvel], dim=-1)
+        self.count = 0  # of steps
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.starts = []
+        self.qpos = to_device(self.model.qpos0)
+        self.qvel = torch.zeros(self.model.nv, device=device)
+        low, high = self.model.actuator_ctrlrange.T.astype(np.float32)
+        self.low = to_device(low)
+        self.high = to_device(high)
+        seen = self.observe()
+        self.actor_dim = seen[0].shape[1]
+        self.jitter = zeros(self.actor_dim)  # in what the policy sees
+        self.obs_noise = to_device(task.obs_noise) if np.any(task.obs_noise) else None
+        self.advances = type(task).advance is not Task.advance
+        self.single_action_space = Box(low, high)
+        self.single_observation_space = Box(-math.inf, math.inf, join(*seen).shape[1:])
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
 
     def reset(self, *, seed=None, options=None):
-        """Starts all episodes, drawn from torch's generator if not by seed -> obs (N, O), {}."""
-        generator = None
-        if seed is not None:
-            generator = torch.Generator(self.qpos.device).manual_seed(seed)
-        worlds = torch.arange(self.num_envs)
-        self.lengths.copy_(worlds * self.task.max_steps // self.num_envs)
-        self.returns.fill_(0)
-        self.returns.masked_fill_(self.lengths > 0, math.nan)
-        starts = self.draw(self.num_envs, generator=generator)
-        all_worlds = self.lengths >= 0  # True for each
-        self.physics.begin(all_worlds, *self.split(starts))
-        obs = self.first_obs(all_worlds)
-        return obs, {}
+        """Begins all episodes -> obs (N, O), {}. What is drawn from now on is decided by `seed`.
 
-    def step(self, actions, starts=None):
-        """Actions (N, A), clipped to their space, and a `draw` for the episodes that begin.
-
-        -> obs (N, O), rewards, terminated, truncated (N,), infos: `final_obs` (N, O) is what the
-        step has led to, `episode` its return `r` and length `l`; masks with a _ say where it ended.
+        Options: reset_mask (N,) says which episodes begin. With stagger they begin late, each
+        world at another step, so that they do not all end at once; the return of these is NaN.
         """
-        actions = actions.clamp(self.low, self.high)
-        self.physics.step(actions)
-        rewards, terminated, truncated, infos = self.settle(actions)
+        options = options or {}
+        s = self.state
+        if seed is not None:
+            self.generator.manual_seed(seed)
+            self.starts = []
+        mask = torch.as_tensor(options.get("reset_mask", True), device=s.steps.device)
+        mask = mask.expand(self.num_envs)
+        self.draw_noise()
+        self.begin(mask)
+        self.first_obs(mask, self.look())
+        if options.get("stagger"):
+            worlds = torch.arange(self.num_envs, device=mask.device)
+            late = worlds * self.max_steps // self.num_envs
+            s.steps.copy_(late.where(mask, s.steps))
+            self.returns.masked_fill_(mask & (late > 0), math.nan)
+        return self.look(), {}
+
+    def step(self, actions):
+        """Actions (N, A), clipped to their space -> obs, rewards, terminated, truncated, infos."""
+        s = self.state
+        actions = torch.as_tensor(actions, dtype=torch.float32, device=s.actions.device)
+        if actions.shape != s.actions.shape:
+            raise ValueError(f"actions: {tuple(actions.shape)} is not {tuple(s.actions.shape)}")
+        s.actions.copy_(actions.clamp(self.low, self.high))
+        self.physics.step()
+        self.draw_noise()
+        if self.advances:
+            rewards = self.judge()
+            self.task.advance(s, self.generator)
+            rewards, terminated, truncated, infos = self.conclude(rewards)
+        else:
+            rewards, terminated, truncated, infos = self.settle()
         ended = infos["_episode"]
-        if starts is None:
-            starts = self.draw(self.num_envs)
-        self.physics.begin(ended, *self.split(starts))
-        first_obs = self.first_obs(ended)
-        obs = first_obs.where(ended[:, None], infos["final_obs"])
+        obs = infos["final_obs"].clone()
+        if self.autoreset and (self.on_warp or ended.any()):
+            self.begin(ended)
+            obs = self.first_obs(ended, obs)
+        self.count += 1
+        if self.count & (self.count - 1) == 0 and self.overflows():  # now and then: it waits
+            warnings.warn("nconmax, njmax: there is no room for some contacts", stacklevel=2)
         return obs, rewards, terminated, truncated, infos
 
-    def compile(self):
-        """Both halves of a step, before and after the physics begins episodes."""
-        self.settle = torch.compile(self.settle, fullgraph=True)
-        self.first_obs = torch.compile(self.first_obs, fullgraph=True)
+    def settle(self):
+        """What a step of the physics has led to: rewards, terminated, truncated (N,), infos."""
+        return self.conclude(self.judge())
 
-    def capture(self):
-        """The same halves as CUDA graphs, and where episodes begin if the worlds are on the GPU."""
-        self.settle = CudaGraphModule(self.settle, warmup=3)
-        self.first_obs = CudaGraphModule(self.first_obs, warmup=3)
-        if isinstance(self.physics, WarpPhysics):
-            self.physics.place = CudaGraphModule(self.physics.place, warmup=3)
+    def judge(self):
+        """Rewards (N,)."""
+        s = self.state
+        position = self.task.position(s)
+        s.speed.copy_((position - self.position) / self.dt)
+        s.steps.add_(1)
+        self.position.copy_(position)
+        s.terminated.copy_(self.task.terminated(s))
+        return self.task.reward(s).float()
 
-    def split(self, starts):
-        return starts.tensor_split([len(self.qpos)], dim=1)
-
-    def settle(self, actions):
-        """Judges what the physics has led to -> rewards, terminated, truncated (N,), infos."""
-        state = self.physics.state
-        position = self.task.position(state)
-        speed = (position - self.position) / self.dt
-        obs, rewards, terminated = self.task.judge(state, speed, actions)
+    def conclude(self, rewards):
+        """The same as `settle`, of steps that are rewarded."""
+        s = self.state
+        obs = self.look()
         # Before a world is NaN its numbers are huge, and one would spoil all statistics
         sane = (obs.abs() < 1e6).all(1) & (rewards.abs() < 1e6)
         obs = obs.where(sane[:, None], 0)
         rewards = rewards.where(sane, 0)
-        terminated = ~sane | terminated
-        self.position.copy_(position)
+        terminated = ~sane | s.terminated
+        truncated = s.steps >= self.max_steps
+        ended = terminated | truncated
         self.broken += (~sane).sum()
         self.returns += rewards
-        self.lengths += 1
-        truncated = self.lengths >= self.task.max_steps
-        ended = terminated | truncated
         infos = {
             "final_obs": obs,
             "_final_obs": ended,
-            "episode": {"r": self.returns.clone(), "l": self.lengths.clone()},
+            "episode": {"r": self.returns.clone(), "l": s.steps.clone()},
             "_episode": ended,
         }
-        self.returns.masked_fill_(ended, 0)
-        self.lengths.masked_fill_(ended, 0)
         return rewards, terminated, truncated, infos
 
-    def first_obs(self, ended):
-        """After `begin`: sets `position` where `ended` (N,), moves x back to 0 -> obs (N, O)."""
-        state = self.physics.state
-        speed = torch.zeros_like(self.position)
-        actions = self.low.new_zeros(self.num_envs, len(self.low))
-        obs, _, _ = self.task.judge(state, speed, actions)
-        position = self.task.position(state)
+    def observe(self):
+        seen = self.task.observe(self.state)
+        return seen if isinstance(seen, tuple) else (seen,)
+
+    def look(self):
+        """What the policy sees, with noise, and beside it what its critic sees -> (N, O)."""
+        actor, *critic = self.observe()
+        if self.obs_noise is not None:
+            actor = actor + self.obs_noise * self.jitter
+        return join(actor, *critic)
+
+    def draw_noise(self):
+        if self.obs_noise is not None:
+            self.jitter.uniform_(-1, 1, generator=self.generator)
+
+    def begin(self, ended):
+        """Places the worlds whose episodes begin."""
+        self.task.begin(self.state, ended, self.generator)
+        if not self.starts:  # for 16 steps at once: on a GPU many small draws would take longer
+            qpos = self.qpos.repeat(16, self.num_envs, 1)
+            qvel = self.qvel.repeat(16, self.num_envs, 1)
+            self.task.start(qpos, qvel, self.generator)
+            self.starts = list(zip(qpos, qvel, strict=True))
+        self.physics.begin(ended, *self.starts.pop())
+
+    def first_obs(self, ended, obs):
+        """After `begin`: obs (N, O), where `ended` (N,) the first ones of the episodes."""
+        s = self.state
+        s.actions.masked_fill_(ended[:, None], 0)
+        for field in (s.steps, s.speed, self.returns):
+            field.masked_fill_(ended, 0)
+        for name in self.physics.inputs:
+            getattr(s, name).masked_fill_(ended[:, None], 0)
+        position = self.task.position(s)
         self.position.copy_(position.where(ended, self.position))
-        if self.task.moves:  # float32 would lose the speed in a large x
-            x = state.qpos[:, 0]
-            self.position -= x
-            x.zero_()
-        return obs
+        return self.look().where(ended[:, None], obs)
+
+    def compile(self):
+        """From now on the parts of a step around the physics are compiled."""
+        self.wrap(partial(torch.compile, fullgraph=True))
+
+    def capture(self):
+        """From now on they are CUDA graphs; and Warp's placing, which is between them."""
+        from tensordict.nn import CudaGraphModule
+
+        self.wrap(partial(CudaGraphModule, warmup=3))
+        if self.on_warp:
+            self.physics.place = CudaGraphModule(self.physics.place, warmup=3)
+
+    def wrap(self, wrapper):
+        parts = ("judge", "conclude") if self.advances else ("settle",)
+        for name in (*parts, "first_obs"):
+            setattr(self, name, wrapper(getattr(self, name)))
+
+    def overflows(self):
+        """In how many worlds Warp has dropped contacts: nconmax or njmax is too small for them."""
+        return int(self.physics.overflow.count_nonzero()) if self.on_warp else 0
+
+    def render(self, worlds=(0,)):
+        """A frame (480, 480, 3) of each of these worlds, seen by a camera that follows it."""
+        if self.renderer is None:
+            self.renderer = mujoco.Renderer(self.model, 480, 480)
+            self.data = mujoco.MjData(self.model)
+            self.camera = mujoco.MjvCamera()
+            mujoco.mjv_defaultFreeCamera(self.model, self.camera)
+            self.camera.type = mujoco.mjtCamera.mjCAMERA_TRACKING
+            self.camera.trackbodyid = 1
+        frames = []
+        for i in worlds:
+            self.data.qpos[:] = self.state.qpos[i].cpu()
+            mujoco.mj_forward(self.model, self.data)
+            self.renderer.update_scene(self.data, self.camera)
+            frames.append(self.renderer.render())
+        return tuple(frames)
+
+    def close_extras(self, **kwargs):
+        if self.renderer is not None:
+            self.renderer.close()
 
 
-def draw_factors(model, num_envs, spread, seed):
-    """Factors for fields of the model, uniform in 1 - spread, 1 + spread -> {name: (N, ...)}."""
-    generator = torch.Generator().manual_seed(seed)
+class World(gym.Env):
+    """One world of a task as an environment that takes and gives NumPy arrays and numbers."""
 
-    def draw(*shape):
-        uniform = torch.rand(num_envs, *shape, generator=generator, dtype=torch.float64)
-        return 1 + spread * (2 * uniform - 1)
+    def __init__(self, task, render_mode=None, **kwargs):
+        kwargs |= {"physics": "c", "num_threads": 1, "max_episode_steps": math.inf}
+        self.worlds = MuJoCoWorlds(task, 1, **kwargs)
+        self.worlds.autoreset = False
+        self.render_mode = render_mode
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / self.worlds.dt)}
+        self.action_space = self.worlds.single_action_space
+        self.observation_space = self.worlds.single_observation_space
 
-    mass = draw(model.nbody)
-    return {
-        "body_mass": mass,
-        "body_inertia": mass[:, :, None],
-        "geom_friction": draw(1, 1),  # one for all geoms: a contact takes the larger of its two
-        "actuator_gear": draw(model.nu, 1),
-    }
-
-
-class World(MujocoEnv):
-    """A task with a model of its own as an environment of Gymnasium's, in which it is evaluated."""
-
-    def __init__(self, task, **kwargs):
-        self.task = task
-        path = task.model  # if it is not here, Gymnasium's own of this name
-        if Path(path).exists():
-            path = str(Path(path).resolve())
-        super().__init__(path, task.frame_skip, None, **kwargs)
-        if not self.model.actuator_ctrllimited.all():  # Gymnasium would let them do nothing
-            raise ValueError(f"--env-id: {task.model} has an actuator without a ctrlrange")
-        self.metadata = {"render_modes": ["rgb_array"], "render_fps": round(1 / self.dt)}
-        obs = self.reset_model()
-        self.observation_space = Box(-math.inf, math.inf, obs.shape, np.float64)
-
-    def judge(self, action, begins=False):
-        """What `step` returns for the state now -> obs (O,), reward, terminated, False, {}."""
-        fields = SimpleNamespace()
-        for name in ("qpos", "qvel", *self.task.reads):
-            field = torch.tensor(getattr(self.data, name))
-            setattr(fields, name, field[None])
-        position = self.task.position(fields)
-        if begins:
-            self.position = position
-        speed = (position - self.position) / self.dt
-        self.position = position
-        actions = torch.tensor(action)[None]
-        obs, rewards, terminated = self.task.judge(fields, speed, actions)
-        return obs[0].numpy(), rewards.item(), bool(terminated), False, {}
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        obs, infos = self.worlds.reset(seed=int(self.np_random.integers(2**31)))
+        return obs[0].numpy(), infos
 
     def step(self, action):
-        self.do_simulation(action, self.frame_skip)
-        return self.judge(action)
+        obs, rewards, terminated, _, _ = self.worlds.step(action[None])
+        return obs[0].numpy(), rewards.item(), terminated.item(), False, {}
 
-    def reset_model(self):
-        seed = self.np_random.integers(2**31)
-        generator = torch.Generator().manual_seed(int(seed))
-        qpos = torch.tensor(self.init_qpos)
-        qvel = torch.tensor(self.init_qvel)
-        self.task.start(qpos, qvel, generator)
-        self.set_state(qpos.numpy(), qvel.numpy())
-        obs, *_ = self.judge(np.zeros(self.model.nu), begins=True)
-        return obs
+    def render(self):
+        return self.worlds.render()[0]
+
+    def close(self):
+        self.worlds.close()
+
+
+def register(env_id, task, entry_point=None):
+    """Gives a task to gym.make_vec, which makes MuJoCoWorlds of it, and to gym.make: a World."""
+    gym.register(
+        env_id,
+        entry_point=entry_point or partial(World, task),
+        vector_entry_point=partial(MuJoCoWorlds, task),
+        max_episode_steps=task.max_steps,
+    )
+
+
+def make_gymnasiums(env_id, randomize=0.0, seed=0, **kwargs):
+    """Gymnasium's own environment, on a model that is randomized as that of a world."""
+    env = gym.make(env_id, **kwargs).unwrapped
+    if randomize:
+        for name, factor in draw_factors(env.model, 1, randomize, seed).items():
+            field = getattr(env.model, name)
+            field *= factor[0].numpy()
+        mujoco.mj_setConst(env.model, env.data)
+    return env
+
+
+for task in (
+    HalfCheetah(),
+    Hopper(),
+    Walker2d(),
+    Swimmer(),
+    Ant(),
+    Humanoid(),
+    HumanoidStandup(),
+    InvertedPendulum(),
+    InvertedDoublePendulum(),
+    Reacher(),
+    Pusher(),
+):
+    name = f"{type(task).__name__}-v5"
+    register(f"worlds/{name}", task, partial(make_gymnasiums, name))

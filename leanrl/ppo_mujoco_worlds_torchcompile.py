@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
@@ -32,7 +33,7 @@ from typing import Literal, NamedTuple
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
 import gymnasium as gym
-import mujoco_worlds
+import mujoco_worlds  # noqa: F401  # registers worlds/HalfCheetah-v5 and others
 import numpy as np
 import torch
 import tqdm
@@ -66,9 +67,9 @@ class Args:
     compile: bool = False  # compile acting, judging the worlds and updating
     cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
 
-    env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
+    env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
-    randomize: float = 0.0  # 0.2: each world's masses, friction, gears are 0.8 to 1.2 the model's
+    randomize: float = 0.0  # 0.2: each world's masses, friction, motors are 0.8 to 1.2 the model's
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
@@ -123,15 +124,17 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 class ActorCritic(nn.Module):
     """Gaussian policy, whose deviation does not depend on the state, and the value of a state.
 
-    Observations and returns are normalized by the mean statistics of all rollouts so far.
+    Observations and returns are normalized by the mean statistics of all rollouts so far. The
+    policy sees the first actor_dim numbers of an observation, which is all unless a task says so.
     """
 
-    def __init__(self, obs_dim: int, action_dim: int):
+    def __init__(self, obs_dim: int, actor_dim: int, action_dim: int):
         super().__init__()
+        self.actor_dim = actor_dim
         self.obs_norm = nn.BatchNorm1d(obs_dim, affine=False, momentum=None)
         self.return_norm = nn.BatchNorm1d(1, affine=False, momentum=None)
         self.critic = mlp(obs_dim, 1, gain=1.0)
-        self.actor_mean = mlp(obs_dim, action_dim, gain=0.01)
+        self.actor_mean = mlp(actor_dim, action_dim, gain=0.01)
         # Wide noise at first throws HalfCheetah on its back, where it would learn to slide
         log_std = torch.full((action_dim,), -1.0)
         self.actor_logstd = nn.Parameter(log_std)
@@ -150,7 +153,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs (B, O) -> mean of the actions (B, A), their log deviation (A,)."""
-        mean = self.actor_mean(self.normalize(obs))
+        mean = self.actor_mean(self.normalize(obs)[:, : self.actor_dim])
         return mean, self.actor_logstd
 
     def value(self, obs: Tensor) -> Tensor:
@@ -316,10 +319,12 @@ class Adam:
 class PPO(nn.Module):
     """Network, optimizer and gradient steps, which return what is logged: {name: tensor ()}."""
 
-    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device):
+    def __init__(self, args: Args, envs: gym.vector.VectorEnv, device: torch.device):
         super().__init__()
         self.args = args
-        self.model = ActorCritic(obs_dim, action_dim).to(device)
+        obs_dim = envs.single_observation_space.shape[0]
+        action_dim = envs.single_action_space.shape[0]
+        self.model = ActorCritic(obs_dim, envs.actor_dim, action_dim).to(device)
         learning_rate = torch.tensor(args.learning_rate, device=device)
         self.register_buffer("learning_rate", learning_rate)
         # speed: the Adam above, which compiles and captures with the rest of an update
@@ -439,12 +444,16 @@ def main(args: Args) -> Path:
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-    envs = mujoco_worlds.MuJoCoEnvs(
-        args.env_id, args.num_envs, device, args.physics, args.randomize, args.seed
+    envs = gym.make_vec(
+        args.env_id,
+        num_envs=args.num_envs,
+        vectorization_mode="vector_entry_point",
+        device=device,
+        physics=args.physics,
+        randomize=args.randomize,
+        seed=args.seed,
     )
-    obs_dim = envs.single_observation_space.shape[0]
-    action_dim = envs.single_action_space.shape[0]
-    agent = PPO(args, obs_dim, action_dim, device)
+    agent = PPO(args, envs, device)
     if args.resume:
         run.restore(agent)
 
@@ -458,7 +467,7 @@ def main(args: Args) -> Path:
     elif args.cudagraphs:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
-    obs, _ = envs.reset(seed=seed)
+    obs, _ = envs.reset(seed=seed, options={"stagger": True})
     run.open()
     while not run.ending:
         remaining = 1 - run.step / run.total_steps if args.anneal_lr else 1.0
@@ -468,14 +477,13 @@ def main(args: Args) -> Path:
         agent.optimizer.lr.copy_(agent.learning_rate)
 
         # 1. Roll out: T steps with the policy as it is.
-        noise = torch.randn(args.num_steps, args.num_envs, action_dim, device=device)
-        starts = envs.draw(args.num_steps, args.num_envs)
+        noise = torch.randn(args.num_steps, *envs.action_space.shape, device=device)
         rows = []
         for t in range(args.num_steps):
             run.stage("inference")
             actions, log_probs = agent.act(obs, noise[t])
             run.stage("simulation")
-            next_obs, rewards, terminated, _, infos = envs.step(actions, starts[t])
+            next_obs, rewards, terminated, _, infos = envs.step(actions)
             step = Rollout(
                 obs=obs,
                 actions=actions,
@@ -516,7 +524,7 @@ def main(args: Args) -> Path:
         row["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
         row["charts/learning_rate"] = agent.learning_rate
         row["charts/broken_worlds"] = envs.broken
-        row["charts/overflows"] = envs.physics.overflow.count_nonzero()
+        row["charts/overflows"] = envs.overflows()
         run.log(row)
         if args.desired_kl and run.step > batch_size:
             desired_kl = max(args.desired_kl * remaining, min(args.desired_kl, MIN_KL))
@@ -539,21 +547,23 @@ def main(args: Args) -> Path:
 
 
 def evaluate(agent: PPO, args: Args, video: Path) -> float:
-    """Mean return of K of Gymnasium's own episodes from always the same starts, without noise."""
-    makers = [lambda: gym.make(args.env_id)] * args.eval_episodes
+    """Mean return of K episodes in Gymnasium's environments, always the same, without noise."""
+    seeds = np.random.SeedSequence(args.seed).generate_state(args.eval_episodes) >> 1
+    seeds = seeds.tolist()  # below 2**31, and not training's
+    make = partial(gym.make, args.env_id, randomize=args.randomize)
+    makers = [partial(make, seed=seed) for seed in seeds]
     if args.capture_video:
-        env = gym.make(args.env_id, render_mode="rgb_array")
+        env = make(seed=seeds[0], render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         makers[0] = lambda: env
     envs = gym.vector.SyncVectorEnv(makers)
     envs = gym.wrappers.vector.ClipAction(envs)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
-    unseen = args.seed + 2**31  # not the states of training
     generators = random.getstate(), np.random.get_state()  # environments may draw from them
-    random.seed(unseen)
-    np.random.seed(unseen)
-    obs, _ = envs.reset(seed=unseen)
+    random.seed(seeds[0])
+    np.random.seed(seeds[0])
+    obs, _ = envs.reset(seed=seeds)
     while running.any():  # each has a time limit
         inputs = torch.as_tensor(obs).to(agent.model.actor_logstd)
         with torch.no_grad():

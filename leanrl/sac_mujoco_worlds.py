@@ -12,9 +12,9 @@ deviation of returns (SimbaV2, arXiv:2502.15280, without its bound by their maxi
 update for every 4 environment steps, as FastTD3 (arXiv:2505.22642) makes fewer updates than steps,
 and one policy step, not two, for every two updates. A batch has 64 transitions, not 256: a core
 makes more updates of that size.
-Other than CleanRL's: env_id HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64, batch_size 64,
-utd_ratio 0.25 (CleanRL's script has no such flag: it is 1), alpha 0.01 (SimbaV2's, also where it is
-tuned), and a row of metrics every 100 steps of all environments.
+Other than CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64,
+batch_size 64, utd_ratio 0.25 (CleanRL's script has no such flag: it is 1), alpha 0.01 (SimbaV2's,
+also where it is tuned), and a row of metrics every 100 steps of all environments.
 Its twin sac_mujoco_worlds_torchcompile.py is this file with the hunks marked `# speed:`. Shapes: N
 environments, B batch, O observation, A action.
 """
@@ -32,13 +32,14 @@ import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
-import mujoco_worlds
+import mujoco_worlds  # noqa: F401  # registers worlds/HalfCheetah-v5 and others
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -69,9 +70,9 @@ class Args:
     eval_episodes: int = 10  # episodes per evaluation, each in an environment of its own
     stopwatch: Literal["time", "trace"] = "time"  # time stages, or also write a trace
 
-    env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
+    env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
-    randomize: float = 0.0  # 0.2: each world's masses, friction, gears are 0.8 to 1.2 the model's
+    randomize: float = 0.0  # 0.2: each world's masses, friction, motors are 0.8 to 1.2 the model's
     total_timesteps: int = 5_000_000  # environment steps over all environments, rounded down
     num_envs: int = 64  # environments stepped side by side
     utd_ratio: float = 0.25  # update-to-data ratio: updates per environment step
@@ -125,10 +126,14 @@ class TwinQ(nn.ModuleList):
 
 
 class Actor(nn.Module):
-    """Tanh-squashed Gaussian policy whose actions fill the box [low, high]."""
+    """Tanh-squashed Gaussian policy whose actions fill the box [low, high].
+
+    It sees the first obs_dim numbers of an observation, which is all unless a task says so.
+    """
 
     def __init__(self, obs_dim: int, action_space: Box):
         super().__init__()
+        self.obs_dim = obs_dim
         action_dim = action_space.shape[0]
         self.network = mlp(obs_dim, 2 * action_dim)
         low = torch.tensor(action_space.low).float()
@@ -142,7 +147,7 @@ class Actor(nn.Module):
         obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.
         """
-        mean, log_std = self.network(obs).chunk(2, dim=-1)
+        mean, log_std = self.network(obs[:, : self.obs_dim]).chunk(2, dim=-1)
         log_std = LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1) / 2
         x = mean + log_std.exp() * noise
         squashed = torch.tanh(x)
@@ -262,12 +267,13 @@ def take_in(mean: Tensor, variance: Tensor, seen: Tensor, weight: Tensor) -> Non
 class SAC(nn.Module):
     """Networks, optimizers and gradient steps, which return what is logged: {name: tensor ()}."""
 
-    def __init__(self, args: Args, obs_dim: int, action_space: Box, device: torch.device):
+    def __init__(self, args: Args, envs: gym.vector.VectorEnv, device: torch.device):
         super().__init__()
-        action_dim = action_space.shape[0]
+        obs_dim = envs.single_observation_space.shape[0]
+        action_dim = envs.single_action_space.shape[0]
         self.args = args
         self.target_entropy = -float(action_dim)
-        self.actor = Actor(obs_dim, action_space)
+        self.actor = Actor(envs.actor_dim, envs.single_action_space)
         q_networks = [mlp(obs_dim + action_dim, 1) for _ in range(2)]
         self.qf = TwinQ(q_networks)
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
@@ -379,17 +385,23 @@ def main(args: Args) -> Path:
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-    envs = mujoco_worlds.MuJoCoEnvs(
-        args.env_id, args.num_envs, device, args.physics, args.randomize, args.seed
+    envs = gym.make_vec(
+        args.env_id,
+        num_envs=args.num_envs,
+        vectorization_mode="vector_entry_point",
+        device=device,
+        physics=args.physics,
+        randomize=args.randomize,
+        seed=args.seed,
     )
+    agent = SAC(args, envs, device)
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
-    agent = SAC(args, obs_dim, envs.single_action_space, device)
     rb = ReplayBuffer(args, obs_dim, action_dim, device)
     if args.resume:
         rb.load_state_dict(run.restore(agent)["replay"])
 
-    obs, _ = envs.reset(seed=seed)
+    obs, _ = envs.reset(seed=seed, options={"stagger": True})
     num_updates = int(max(run.start_step - args.learning_starts, 0) * args.utd_ratio)
     metrics = {}  # of the last updates
     totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
@@ -440,7 +452,7 @@ def main(args: Args) -> Path:
                 run.write({"charts/episodic_return": total_return / episodes})
                 run.write({"charts/episodic_length": total_length / episodes})
             metrics["charts/broken_worlds"] = envs.broken
-            metrics["charts/overflows"] = envs.physics.overflow.count_nonzero()
+            metrics["charts/overflows"] = envs.overflows()
             run.log(metrics)
 
         # 6. Save and evaluate, now and then and at the end.
@@ -460,10 +472,13 @@ def main(args: Args) -> Path:
 
 
 def evaluate(agent: SAC, args: Args, video: Path) -> float:
-    """Mean return of K of Gymnasium's own episodes from always the same starts, without noise."""
-    makers = [lambda: gym.make(args.env_id)] * args.eval_episodes
+    """Mean return of K episodes in Gymnasium's environments, always the same, without noise."""
+    seeds = np.random.SeedSequence(args.seed).generate_state(args.eval_episodes) >> 1
+    seeds = seeds.tolist()  # below 2**31, and not training's
+    make = partial(gym.make, args.env_id, randomize=args.randomize)
+    makers = [partial(make, seed=seed) for seed in seeds]
     if args.capture_video:
-        env = gym.make(args.env_id, render_mode="rgb_array")
+        env = make(seed=seeds[0], render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         makers[0] = lambda: env
     envs = gym.vector.SyncVectorEnv(makers)
@@ -471,11 +486,10 @@ def evaluate(agent: SAC, args: Args, video: Path) -> float:
     noise = torch.zeros(envs.action_space.shape, device=device)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
-    unseen = args.seed + 2**31  # not the states of training
     generators = random.getstate(), np.random.get_state()  # environments may draw from them
-    random.seed(unseen)
-    np.random.seed(unseen)
-    obs, _ = envs.reset(seed=unseen)
+    random.seed(seeds[0])
+    np.random.seed(seeds[0])
+    obs, _ = envs.reset(seed=seeds)
     while running.any():  # each has a time limit
         inputs = torch.as_tensor(obs).to(noise)  # its type and device
         actions = SAC.act(agent, inputs, noise)  # agent.act may be compiled

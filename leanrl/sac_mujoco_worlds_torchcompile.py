@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 os.environ.setdefault("TD_LOGGING_LEVEL", "WARNING")
 
 import gymnasium as gym
-import mujoco_worlds
+import mujoco_worlds  # noqa: F401  # registers worlds/HalfCheetah-v5 and others
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -69,9 +69,9 @@ class Args:
     compile: bool = False  # compile acting, judging the worlds and updating
     cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
 
-    env_id: str = "HalfCheetah-v5"  # one of Gymnasium's MuJoCo environments: those in TASKS
+    env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
-    randomize: float = 0.0  # 0.2: each world's masses, friction, gears are 0.8 to 1.2 the model's
+    randomize: float = 0.0  # 0.2: each world's masses, friction, motors are 0.8 to 1.2 the model's
     total_timesteps: int = 5_000_000  # environment steps over all environments, rounded down
     num_envs: int = 64  # environments stepped side by side
     utd_ratio: float = 0.25  # update-to-data ratio: updates per environment step
@@ -140,10 +140,14 @@ class TwinQ(nn.ModuleList):
 
 
 class Actor(nn.Module):
-    """Tanh-squashed Gaussian policy whose actions fill the box [low, high]."""
+    """Tanh-squashed Gaussian policy whose actions fill the box [low, high].
+
+    It sees the first obs_dim numbers of an observation, which is all unless a task says so.
+    """
 
     def __init__(self, obs_dim: int, action_space: Box):
         super().__init__()
+        self.obs_dim = obs_dim
         action_dim = action_space.shape[0]
         self.network = mlp(obs_dim, 2 * action_dim)
         low = torch.tensor(action_space.low).float()
@@ -157,7 +161,7 @@ class Actor(nn.Module):
         obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.
         """
-        mean, log_std = self.network(obs).chunk(2, dim=-1)
+        mean, log_std = self.network(obs[:, : self.obs_dim]).chunk(2, dim=-1)
         log_std = LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1) / 2
         x = mean + log_std.exp() * noise
         squashed = torch.tanh(x)
@@ -335,12 +339,13 @@ def take_in(mean: Tensor, variance: Tensor, seen: Tensor, weight: Tensor) -> Non
 class SAC(nn.Module):
     """Networks, optimizers and gradient steps, which return what is logged: {name: tensor ()}."""
 
-    def __init__(self, args: Args, obs_dim: int, action_space: Box, device: torch.device):
+    def __init__(self, args: Args, envs: gym.vector.VectorEnv, device: torch.device):
         super().__init__()
-        action_dim = action_space.shape[0]
+        obs_dim = envs.single_observation_space.shape[0]
+        action_dim = envs.single_action_space.shape[0]
         self.args = args
         self.target_entropy = -float(action_dim)
-        self.actor = Actor(obs_dim, action_space)
+        self.actor = Actor(envs.actor_dim, envs.single_action_space)
         q_networks = [mlp(obs_dim + action_dim, 1) for _ in range(2)]
         self.qf = TwinQ(q_networks)
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
@@ -498,12 +503,18 @@ def main(args: Args) -> Path:
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-    envs = mujoco_worlds.MuJoCoEnvs(
-        args.env_id, args.num_envs, device, args.physics, args.randomize, args.seed
+    envs = gym.make_vec(
+        args.env_id,
+        num_envs=args.num_envs,
+        vectorization_mode="vector_entry_point",
+        device=device,
+        physics=args.physics,
+        randomize=args.randomize,
+        seed=args.seed,
     )
+    agent = SAC(args, envs, device)
     obs_dim = envs.single_observation_space.shape[0]
     action_dim = envs.single_action_space.shape[0]
-    agent = SAC(args, obs_dim, envs.single_action_space, device)
     rb = ReplayBuffer(args, obs_dim, action_dim, device)
     if args.resume:
         rb.load_state_dict(run.restore(agent)["replay"])
@@ -518,7 +529,7 @@ def main(args: Args) -> Path:
     elif args.cudagraphs:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
-    obs, _ = envs.reset(seed=seed)
+    obs, _ = envs.reset(seed=seed, options={"stagger": True})
     num_updates = int(max(run.start_step - args.learning_starts, 0) * args.utd_ratio)
     metrics = {}  # of the last updates
     totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
@@ -569,7 +580,7 @@ def main(args: Args) -> Path:
                 run.write({"charts/episodic_return": total_return / episodes})
                 run.write({"charts/episodic_length": total_length / episodes})
             metrics["charts/broken_worlds"] = envs.broken
-            metrics["charts/overflows"] = envs.physics.overflow.count_nonzero()
+            metrics["charts/overflows"] = envs.overflows()
             run.log(metrics)
 
         # 6. Save and evaluate, now and then and at the end.
@@ -589,10 +600,13 @@ def main(args: Args) -> Path:
 
 
 def evaluate(agent: SAC, args: Args, video: Path) -> float:
-    """Mean return of K of Gymnasium's own episodes from always the same starts, without noise."""
-    makers = [lambda: gym.make(args.env_id)] * args.eval_episodes
+    """Mean return of K episodes in Gymnasium's environments, always the same, without noise."""
+    seeds = np.random.SeedSequence(args.seed).generate_state(args.eval_episodes) >> 1
+    seeds = seeds.tolist()  # below 2**31, and not training's
+    make = partial(gym.make, args.env_id, randomize=args.randomize)
+    makers = [partial(make, seed=seed) for seed in seeds]
     if args.capture_video:
-        env = gym.make(args.env_id, render_mode="rgb_array")
+        env = make(seed=seeds[0], render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         makers[0] = lambda: env
     envs = gym.vector.SyncVectorEnv(makers)
@@ -600,11 +614,10 @@ def evaluate(agent: SAC, args: Args, video: Path) -> float:
     noise = torch.zeros(envs.action_space.shape, device=device)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
-    unseen = args.seed + 2**31  # not the states of training
     generators = random.getstate(), np.random.get_state()  # environments may draw from them
-    random.seed(unseen)
-    np.random.seed(unseen)
-    obs, _ = envs.reset(seed=unseen)
+    random.seed(seeds[0])
+    np.random.seed(seeds[0])
+    obs, _ = envs.reset(seed=seeds)
     while running.any():  # each has a time limit
         inputs = torch.as_tensor(obs).to(noise)  # its type and device
         actions = SAC.act(agent, inputs, noise)  # agent.act may be compiled

@@ -13,7 +13,7 @@ import torch
 from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "plots"), str(ROOT / "plots/measure")]
+sys.path[:0] = [str(ROOT / x) for x in (".", "leanrl", "plots", "plots/measure")]
 
 
 def pytest_addoption(parser):

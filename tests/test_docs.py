@@ -7,23 +7,23 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import pytest
 import readme
 import torch
 import tyro
 from conftest import ROOT
-from test_mujoco import NEEDS_WARP
+from test_mujoco import CPU, NEEDS_WARP
 from test_sac import read_scalars
 
 from leanrl import ppo_mujoco_worlds
 from leanrl.stopwatch import NOT_SCRIPTS
 
 README = (ROOT / "README.md").read_text()
-TASKS = (ROOT / ".github/TASKS.md").read_text()
+MANUAL = (ROOT / "leanrl/README.md").read_text()
 ACT = (ROOT / ".github/ACT.md").read_text()
 SCRIPTS = {
     path.stem: importlib.import_module(f"leanrl.{path.stem}")
@@ -123,51 +123,117 @@ def blocks(language: str, page: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
+def blocks_with(word: str) -> str:
+    (block,) = (block for block in blocks("python", MANUAL) if word in block)
+    return block
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+
+
+@pytest.fixture
+def balance(tmp_path, monkeypatch, registry):
+    """The manual's own task, in a folder that is not the current one."""
+    (xml,) = blocks("xml", MANUAL)
+    (tmp_path / "balance.xml").write_text(xml)
+    (tmp_path / "balance.py").write_text(blocks_with("class Balance"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "balance", raising=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return mujoco.MjModel.from_xml_path(str(tmp_path / "balance.xml"))
+
+
 @pytest.mark.parametrize(
     "physics", ["c", pytest.param("warp", marks=[NEEDS_WARP, pytest.mark.slow])]
 )
-def test_a_task_of_your_own_can_be_learned(physics, monkeypatch, tmp_path):
-    """That of .github/TASKS.md: worlds of both kinds, and one of Gymnasium's, say the same."""
-    (xml,) = blocks("xml", TASKS)
-    (code,) = blocks("python", TASKS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
-    monkeypatch.setattr(ppo_mujoco_worlds, "TASKS", dict(ppo_mujoco_worlds.TASKS))
-    Path("balance.xml").write_text(xml)
-    exec(code, {"__name__": "balance"})
-    envs = ppo_mujoco_worlds.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
-    obs, _ = envs.reset(seed=1)
+def test_a_task_of_your_own_is_what_mujoco_says_and_can_be_learned(physics, balance):
+    envs = gym.make_vec("balance:Balance-v0", num_envs=3, physics=physics)
+    obs, _ = envs.reset(seed=1, options={"stagger": True})
     assert obs.abs().max() < 0.02 and obs.unique().numel() == 12
-    own = [gym.make("Balance-v0") for _ in range(3)]
+    states = [mujoco.MjData(balance) for _ in range(3)]
 
-    def begin(env, row):
-        env.reset(seed=0)
-        env.unwrapped.set_state(*row.double().numpy().reshape(2, 2))
-        env.unwrapped.position = row[:1].double()
+    def begin(data, row):
+        mujoco.mj_resetData(balance, data)
+        data.qpos, data.qvel = row.numpy().reshape(2, 2)
 
-    for env, row in zip(own, obs, strict=True):
-        begin(env, row)
+    for data, row in zip(states, obs, strict=True):
+        begin(data, row)
     ends = 0
     for _ in range(100):
         actions = torch.rand(3, 1) * 2 - 1
         obs, rewards, terminated, truncated, infos = envs.step(actions)
-        for i, env in enumerate(own):
-            final, reward, ended, _, _ = env.step(actions[i].numpy())
+        for i, data in enumerate(states):
+            x = data.qpos[0]
+            data.ctrl[0] = actions[i].item()
+            mujoco.mj_step(balance, data, 2)
+            final, height = [*data.qpos, *data.qvel], data.site_xpos[0, 2]
             np.testing.assert_allclose(infos["final_obs"][i], final, atol=1e-3)
-            assert reward == pytest.approx(rewards[i].item(), abs=1e-3)
-            assert ended == terminated[i].item()
-            ends += ended
-            if ended or truncated[i]:  # a first episode may be cut short before the pole falls
-                begin(env, obs[i])
-    assert ends > 3 and envs.lengths.max() < 200
+            expected = height - 1 - 0.1 * abs(data.qpos[0] - x) / 0.02
+            assert rewards[i].item() == pytest.approx(expected, abs=1e-3)
+            assert terminated[i].item() == (height < 1.3)
+            ends += terminated[i].item()
+            if terminated[i] or truncated[i]:
+                begin(data, obs[i])
+    assert ends > 3 and envs.state.steps.max() < 200
     flags = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 96}
-    flags |= {"physics": physics, "env_id": "Balance-v0", "eval_every": 96, "eval_episodes": 2}
-    run_dir = ppo_mujoco_worlds.main(ppo_mujoco_worlds.Args(**flags))
+    flags |= {"physics": physics, "env_id": "balance:Balance-v0"}
+    args = ppo_mujoco_worlds.Args(**flags, eval_every=96, eval_episodes=2)
+    run_dir = ppo_mujoco_worlds.main(args)
+    assert run_dir.name.startswith("balance_Balance-v0__")
     assert 0 < read_scalars(run_dir)["charts/eval_return"][-1][1] < 200 * 0.6
-    # a motor without limits would do nothing: its action space would be [0, 0]
-    Path("balance.xml").write_text(xml.replace('ctrlrange="-1 1" ctrllimited="true"', ""))
-    with pytest.raises(ValueError, match=r"^--env-id: balance.xml has an actuator without a ctrl"):
-        ppo_mujoco_worlds.MuJoCoEnvs("Balance-v0", 3, torch.device("cpu"), physics)
+
+
+@pytest.mark.parametrize("script", ["ppo_mujoco_worlds", "sac_mujoco_worlds_torchcompile"])
+def test_the_joystick_trains_a_policy_that_sees_sensors_alone(
+    script, monkeypatch, registry, tmp_path
+):
+    monkeypatch.syspath_prepend(ROOT / "leanrl/tasks")
+    monkeypatch.delitem(sys.modules, "joystick", raising=False)
+    monkeypatch.chdir(tmp_path)
+    module = SCRIPTS[script]
+    flags = {"num_steps": 8, "num_minibatches": 2} if script[0] == "p" else {"learning_starts": 40}
+    flags |= {"env_id": "joystick:AntJoystick-v0", "num_envs": 4, "total_timesteps": 96}
+    flags |= {"randomize": 0.2, "eval_every": 96, "eval_episodes": 2, "save_model": True}
+    run_dir = module.main(module.Args(**flags))
+    assert np.isfinite(read_scalars(run_dir)["charts/eval_return"][-1][1])
+    weights = torch.load(run_dir / "checkpoint.pt")["agent"]
+    first = next(x for name, x in weights.items() if re.match(r"(model\.)?actor.*weight", name))
+    assert first.shape[1] == 33
+    envs = gym.make_vec("AntJoystick-v0", num_envs=4)
+    agent = (module.PPO if script[0] == "p" else module.SAC)(module.Args(**flags), envs, CPU)
+    agent.load_state_dict(weights)
+    obs, noise = torch.randn(4, 39), torch.zeros(4, 8)
+    acted = agent.act(obs, noise)
+    obs[:, 33:] += 1
+    torch.testing.assert_close(agent.act(obs, noise), acted)
+    obs[:, :33] += 1
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(agent.act(obs, noise), acted)
+
+
+def test_other_libraries_train_on_worlds(registry):
+    """By the manual's adapters: episodes of the right length, whose ends they tell apart."""
+    vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
+    names = {"gym": gym, "stable_baselines3": sys.modules["stable_baselines3"]}
+    exec(blocks_with("class SB3Worlds"), names)
+    exec(blocks_with("class CleanRLWorlds"), names)
+    worlds = gym.make_vec("worlds/Reacher-v5", num_envs=3)
+    envs = vec_env.VecMonitor(names["SB3Worlds"](worlds))
+    obs = envs.reset()
+    for _ in range(50):
+        obs, rewards, ended, infos = envs.step(np.zeros((3, 2), np.float32))
+    assert ended.all() and {info["episode"]["l"] for info in infos} == {50}
+    assert all(info["TimeLimit.truncated"] for info in infos)
+    assert not np.allclose([info["terminal_observation"] for info in infos], obs)
+    envs = names["CleanRLWorlds"](worlds)
+    obs, _ = envs.reset(seed=1)
+    for _ in range(50):
+        obs, rewards, _, truncated, infos = envs.step(np.zeros((3, 2), np.float32))
+    assert isinstance(obs, np.ndarray) and truncated.all() and len(infos["final_info"]) == 3
+    assert {info["episode"]["l"] for info in infos["final_info"]} == {50}
 
 
 def test_the_policy_of_a_checkpoint_acts(tmp_path, monkeypatch, capsys):
@@ -219,7 +285,7 @@ def test_what_would_train_wrongly_is_refused_by_its_flag(script, monkeypatch, ca
 def test_imports_have_no_side_effects(tmp_path):
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
     command = [sys.executable, "-c", code, *(module.__name__ for module in SCRIPTS.values())]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'leanrl'}"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
