@@ -70,7 +70,6 @@ class Task:
     # qfrc_applied are forces that act in the next step, and end with the episode
     noise = 0.0  # of qpos and qvel where an episode begins: uniform, up to that much
     normal_velocities = False  # its noise of qvel is normal instead
-    obs_noise = 0.0  # uniform, up to that much, in what the policy sees; or a number for each
 
     def start(self, qpos, qvel, generator):
         """Where episodes begin: adds noise, in place, to the usual qpos (..., nq), qvel (..., nv).
@@ -377,10 +376,8 @@ class CPhysics:
             getattr(mujoco, f"set_{name}")(callback)
         # mj_rnePostConstraint needs a world's contacts, which only an MjData of its own keeps
         self.forces = FORCES.intersection(task.reads)
-        if num_threads == 0:
-            num_threads = os.cpu_count()
-            if hasattr(os, "sched_getaffinity"):  # Linux: those that this process may use
-                num_threads = len(os.sched_getaffinity(0))
+        if num_threads == 0 and hasattr(os, "sched_getaffinity"):  # Linux's
+            num_threads = len(os.sched_getaffinity(0))  # cores that this process may use
         self.batch = mujoco.batch.Batch(model, num_envs, num_threads, persistent=bool(self.forces))
         for name, factor in factors.items():
             self.batch.expand(name)[:] *= factor.numpy()
@@ -609,13 +606,12 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         low, high = self.model.actuator_ctrlrange.T.astype(np.float32)
         self.low = to_device(low)
         self.high = to_device(high)
-        seen = self.observe()
-        self.actor_dim = seen[0].shape[1]
-        self.jitter = zeros(self.actor_dim)  # in what the policy sees
-        self.obs_noise = to_device(task.obs_noise) if np.any(task.obs_noise) else None
+        seen = task.observe(s)
+        obs = self.look()
+        self.actor_dim = seen[0].shape[1] if isinstance(seen, tuple) else obs.shape[1]
         self.advances = type(task).advance is not Task.advance
         self.single_action_space = Box(low, high)
-        self.single_observation_space = Box(-math.inf, math.inf, join(*seen).shape[1:])
+        self.single_observation_space = Box(-math.inf, math.inf, obs.shape[1:])
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
 
@@ -630,9 +626,10 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         if seed is not None:
             self.generator.manual_seed(seed)
             self.starts = []
+            for name in self.task.memory:
+                getattr(s, name).zero_()
         mask = torch.as_tensor(options.get("reset_mask", True), device=s.steps.device)
         mask = mask.expand(self.num_envs)
-        self.draw_noise()
         self.begin(mask)
         self.first_obs(mask, self.look())
         if options.get("stagger"):
@@ -650,7 +647,6 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
             raise ValueError(f"actions: {tuple(actions.shape)} is not {tuple(s.actions.shape)}")
         s.actions.copy_(actions.clamp(self.low, self.high))
         self.physics.step()
-        self.draw_noise()
         if self.advances:
             rewards = self.judge()
             self.task.advance(s, self.generator)
@@ -702,20 +698,10 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         }
         return rewards, terminated, truncated, infos
 
-    def observe(self):
-        seen = self.task.observe(self.state)
-        return seen if isinstance(seen, tuple) else (seen,)
-
     def look(self):
-        """What the policy sees, with noise, and beside it what its critic sees -> (N, O)."""
-        actor, *critic = self.observe()
-        if self.obs_noise is not None:
-            actor = actor + self.obs_noise * self.jitter
-        return join(actor, *critic)
-
-    def draw_noise(self):
-        if self.obs_noise is not None:
-            self.jitter.uniform_(-1, 1, generator=self.generator)
+        """What the policy sees, and beside it what its critic sees, too -> (N, O)."""
+        seen = self.task.observe(self.state)
+        return join(*seen) if isinstance(seen, tuple) else join(seen)
 
     def begin(self, ended):
         """Places the worlds whose episodes begin."""
@@ -769,6 +755,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
             mujoco.mjv_defaultFreeCamera(self.model, self.camera)
             self.camera.type = mujoco.mjtCamera.mjCAMERA_TRACKING
             self.camera.trackbodyid = 1
+            self.camera.distance /= 2
         frames = []
         for i in worlds:
             self.data.qpos[:] = self.state.qpos[i].cpu()
@@ -776,10 +763,6 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
             self.renderer.update_scene(self.data, self.camera)
             frames.append(self.renderer.render())
         return tuple(frames)
-
-    def close_extras(self, **kwargs):
-        if self.renderer is not None:
-            self.renderer.close()
 
 
 class World(gym.Env):
@@ -805,9 +788,6 @@ class World(gym.Env):
 
     def render(self):
         return self.worlds.render()[0]
-
-    def close(self):
-        self.worlds.close()
 
 
 def register(env_id, task, entry_point=None):

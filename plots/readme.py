@@ -89,7 +89,7 @@ def speedup() -> str:
     rows = {(row["script"], row["row"]): row for row in found["rows"]}
     scripts = dict.fromkeys(script for script, _ in rows)
     table = [["script", "baseline", "`--compile`", "speed-up", "speed-up earlier", "warm-up s"]]
-    for script in sorted(scripts, key=lambda name: "gpu" in name):
+    for script in sorted(scripts, key=lambda name: "gpu" in name or "worlds" in name):
         baseline, best = rows[script, "baseline"], rows[script, "compile"]
         table.append(
             [

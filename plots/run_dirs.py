@@ -357,7 +357,8 @@ def describe(machine: dict) -> list[str]:
 def read_json(path: Path) -> dict:
     """The object in the file at `path`; ValueError says what is wrong with it."""
     try:
-        found = json.loads(path.read_text())
+        # what is called worlds was called gpu when some of the records were made
+        found = json.loads(path.read_text().replace("mujoco_gpu", "mujoco_worlds"))
     except FileNotFoundError:
         raise ValueError(f"has no {path.name}") from None
     except OSError as error:
@@ -373,8 +374,11 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     """config.json of the run in `path` and what machine.json beside it, or else `machine`, adds.
 
     Older ones name the processor, its vector instructions and the number of torch's threads.
+    Worlds, which are evaluated in Gymnasium's environment, have its name.
     """
     config = read_json(path / f"config{suffix}")
+    args = config["args"]
+    args["env_id"] = args["env_id"].removeprefix("worlds/")
     beside = path / "machine.json"
     found = {"python": None, "gpu_driver": None, "load_average": None, "git_commit": None}
     found |= read_json(beside) if beside.exists() else machine or {}
@@ -382,7 +386,7 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     model = config.pop("processor", None)
     cpu = {"model": model, "vectors": None, "cores": None} | found.get("cpu", {})
     cpu["vectors"] = config.pop("vectors", None) or cpu["vectors"]
-    cpu["threads"] = config.get("threads") or config["args"]["torch_threads"]
+    cpu["threads"] = config.get("threads") or args["torch_threads"]
     return found | config | {"cpu": cpu, "versions": versions}
 
 

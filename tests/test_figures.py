@@ -241,6 +241,18 @@ def test_what_is_no_run_makes_no_record(tmp_path):
     assert run["run"] == path.name
 
 
+def test_worlds_have_the_name_of_the_environment_in_which_they_are_evaluated(tmp_path):
+    """And their scripts one name, also in records of before they had it."""
+    before = config(script="ppo_mujoco_gpu")
+    now = config(script="ppo_mujoco_worlds", env_id="worlds/HalfCheetah-v5")
+    for number, made_by in enumerate((before, now)):
+        make_run(tmp_path, number, made_by, stages(50.0))
+    runs, _ = run_dirs.read_runs([tmp_path])
+    names = [(run.script, run.env_id) for run in runs]
+    assert names == 2 * [("ppo_mujoco_worlds", "HalfCheetah-v5")]
+    assert run_dirs.incomparable(runs) is None
+
+
 def test_what_was_learned_is_the_last_return():
     def made(value, **more):
         run = {

@@ -529,13 +529,13 @@ def test_servos_of_other_strength_reach_the_same_place(cart):
 class Commanded(Task):
     """Follows a command, which changes every third step; the critic sees the force, too."""
 
-    memory = {"command": 2, "last_actions": 1, "episodes": 1, "qfrc_applied": 1}
+    memory = {"command": 2, "last_actions": 1, "episodes": 1, "error": 1, "qfrc_applied": 1}
     max_steps = 7
-    obs_noise = [0.5, 0.0, 0.0, 0.0]
     drawn = []
 
     def observe(self, s):
-        return join(s.qpos, s.command, s.last_actions), join(s.qpos, s.qfrc_applied)
+        policy = join(s.qpos + s.error, s.command, s.last_actions)
+        return policy, join(s.qpos, s.qfrc_applied)
 
     def reward(self, s):
         return 10 * s.command[:, 0] + (s.actions - s.last_actions)[:, 0]
@@ -549,6 +549,7 @@ class Commanded(Task):
 
     def advance(self, s, generator):
         s.last_actions.copy_(s.actions)
+        s.error.uniform_(-0.5, 0.5, generator=generator)
         s.command[:, 1] += (s.steps % 3 == 0).float()
         s.qfrc_applied.fill_(2.0)
 
@@ -567,6 +568,7 @@ def test_a_task_remembers_from_step_to_step(cart, compiled):
     assert envs.single_observation_space.shape == (6,)
     command, last, noises = obs[:, 1:3].clone(), torch.zeros(3), []
     assert torch.equal(command, task.drawn[0][2].float()) and obs[:, 3].eq(0).all()
+    assert torch.equal(command, envs.reset(seed=5)[0][:, 1:3]) and envs.state.episodes.eq(1).all()
     velocity = 0.0
     for step in range(1, 10):
         actions = torch.full((3, 1), 0.1 * step)

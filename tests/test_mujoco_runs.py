@@ -12,19 +12,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium as gym
+import mujoco_worlds
 import numpy as np
 import pytest
 import torch
+from mujoco_worlds import MuJoCoWorlds
 from test_cartpole import in_tmp_path, read_checkpoint  # noqa: F401
-from test_mujoco import ALL_SCRIPTS, CPU, SCRIPTS, name_of, sac_baseline, sac_variant
+from test_mujoco import ALL_SCRIPTS, CPU, SCRIPTS, name_of, sac_baseline, sac_variant, spaces
 from test_sac import read_scalars
 from torch.utils._pytree import tree_map_only
 
 from leanrl import sac_continuous_action as sac_of_one
 from leanrl import sac_continuous_action_torchcompile as sac_of_one_variant
 
+pytestmark = pytest.mark.filterwarnings("ignore:nconmax")  # small_worlds tells of overflows
 SAC_SCRIPTS = pytest.mark.parametrize("module", [sac_baseline, sac_variant], ids=name_of)
-COMMON = {"env_id": "Hopper-v5", "physics": "c", "cuda": False, "seed": 3, "eval_episodes": 2}
+COMMON = {"env_id": "worlds/Hopper-v5", "physics": "c", "cuda": False, "seed": 3}
+COMMON |= {"eval_episodes": 2}
 PPO = {"num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 3, "gamma": 0.9}
 PPO |= {"gae_lambda": 0.8, "clip_coef": 0.02, "learning_rate": 0.01, "total_timesteps": 384}
 SAC = {"num_envs": 4, "batch_size": 16, "learning_starts": 162, "buffer_size": 230, "tau": 0.1}
@@ -80,7 +84,7 @@ def record(monkeypatch):
 
         for path in paths:
             owner, name = path.split(".")
-            wrap(getattr(module, owner), name)
+            wrap(getattr(module, owner, None) or getattr(mujoco_worlds, owner), name)
         return calls
 
     return watch
@@ -95,18 +99,18 @@ def small_worlds(monkeypatch):
     """Episodes of 25 steps at most; charts' counters are 3 and 2; SAC's box is lopsided."""
 
     def change(module):
-        init = module.MuJoCoEnvs.__init__
+        init = MuJoCoWorlds.__init__
 
-        def changed(self, *args):
-            init(self, *args)
-            self.task = self.task._replace(max_steps=25)
+        def changed(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            self.max_steps = 25
             self.broken.fill_(3)
-            self.physics.overflow[:2] = 1
             if is_sac(module):
                 self.low, self.high = LOW, HIGH
                 self.single_action_space = gym.spaces.Box(LOW.numpy(), HIGH.numpy())
 
-        monkeypatch.setattr(module.MuJoCoEnvs, "__init__", changed)
+        monkeypatch.setattr(MuJoCoWorlds, "__init__", changed)
+        monkeypatch.setattr(MuJoCoWorlds, "overflows", lambda envs: 2)  # only Warp has any
 
     return change
 
@@ -204,10 +208,12 @@ OTHER_TAGS = {"charts/SPS", "charts/cpu_seconds", "charts/eval_return"}
 # PPO
 
 
-PPO_CALLS = "reset step", "__init__ act prepare learn update adapt", "observe"
+PPO_CALLS = "reset step", "begin", "__init__ act prepare learn update adapt", "observe"
 PPO_CALLS = [
     f"{owner}.{name}"
-    for owner, names in zip(("MuJoCoEnvs", "PPO", "ActorCritic"), PPO_CALLS, strict=True)
+    for owner, names in zip(
+        ("MuJoCoWorlds", "CPhysics", "PPO", "ActorCritic"), PPO_CALLS, strict=True
+    )
     for name in names.split()
 ]
 
@@ -267,8 +273,9 @@ def test_ppo_learns_from_what_happened(
     assert_noise(torch.cat(noise))
     starts = happened.obs[1:][happened.ended]
     assert len(starts.unique(dim=0)) == len(starts)
-    drawn = torch.cat([call.args[1] for call in of(calls, "step")])
-    assert len(drawn.unique(dim=0)) == len(drawn) == 48 * 8
+    drawn = torch.cat([call.args[1] for call in of(calls, "begin")])
+    begins = 1 + happened.ended.any(dim=1).sum()  # the first ones, and where an episode ended
+    assert len(drawn.unique(dim=0)) == len(drawn) == begins * 8
     assert (starts - torch.tensor([1.25] + 10 * [0.0])).abs().max() < 5.1e-3
 
     # what is learned from, in which order and at which rate; the first rollout only measures
@@ -344,7 +351,7 @@ def test_ppo_learns_from_what_happened(
     assert saved["model.return_norm.num_batches_tracked"] == 3
     found = scalars["charts/eval_return"]
     assert [step for step, _ in found] == [256, 384]
-    assert found[-1][1] == pytest.approx(own_evaluation(agent, COMMON["env_id"], 2, 1), rel=1e-3)
+    assert found[-1][1] == pytest.approx(own_evaluation(agent, "Hopper-v5", 2, 1), rel=1e-3)
 
 
 @SCRIPTS
@@ -352,7 +359,7 @@ def test_an_update_is_the_papers(module, float64):
     """Equations 7 and 9 over the rows of an index, then clipping and torch's Adam."""
     torch.manual_seed(0)
     flags = {"clip_coef": 0.1, "ent_coef": 0.02, "vf_coef": 0.7, "max_grad_norm": 0.3}
-    agent = module.PPO(module.Args(**flags, learning_rate=0.01), 5, 2, CPU)
+    agent = module.PPO(module.Args(**flags, learning_rate=0.01), spaces(5, 2), CPU)
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -406,7 +413,7 @@ SAC_CALLS = "reset step", "__init__ observe act update update_critic update_acto
 SAC_CALLS = [
     f"{owner}.{name}"
     for owner, names in zip(
-        ("MuJoCoEnvs", "SAC", "ReplayBuffer"), (*SAC_CALLS, "add sample"), strict=True
+        ("MuJoCoWorlds", "SAC", "ReplayBuffer"), (*SAC_CALLS, "add sample"), strict=True
     )
     for name in names.split()
 ]
@@ -474,7 +481,7 @@ def assert_sac_run(calls, ring, first_step=0, total=400):
     """Follows a run from its first step on, and leaves `ring` with what it has stored."""
     happened, (_, reset, *rest) = account(calls), calls  # the first one is __init__
     rest = [x for x in rest if x.name != "act" or len(x.args[0]) == 4]  # 2 in an evaluation
-    assert reset.name == "reset" and reset.args == (3 + first_step,)
+    assert reset.name == "reset" and reset.args == (3 + first_step, {"stagger": True})
     parts = "update_critic", "update_actor", "update_target"
     inner = iter([x for x in rest if x.name in parts])
     rest, acted, drawn, noises, shares = [x for x in rest if x.name not in parts], [], [], [], []
@@ -600,7 +607,7 @@ def test_sac_stores_and_learns_from_what_happened(module, record, small_worlds, 
     assert scalars.keys() == rows.keys() | OTHER_TAGS and len(rows) == 13
     found = scalars["charts/eval_return"]
     assert [step for step, _ in found] == [152, 300, 400]
-    assert found[-1][1] == pytest.approx(own_evaluation(agent, COMMON["env_id"], 2, 3), rel=1e-3)
+    assert found[-1][1] == pytest.approx(own_evaluation(agent, "Hopper-v5", 2, 3), rel=1e-3)
     stages = json.loads((run_dir / "stages.json").read_text())
     assert stages["env_steps"] == 400 - 188  # 162 and 24, rounded up to whole steps
 
@@ -650,9 +657,9 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
         alpha = 0.01 if autotune else 0.3
         flags = {"policy_lr": 2e-3, "q_lr": 4e-3, "tau": 0.2, "gamma": 0.9, "alpha": alpha}
         agents = []
-        for each in (module, reference):
+        for each, known in ((module, [spaces(11, space)]), (reference, [11, space])):
             torch.manual_seed(0)
-            agents.append(each.SAC(each.Args(**flags, autotune=autotune), 11, space, CPU))
+            agents.append(each.SAC(each.Args(**flags, autotune=autotune), *known, CPU))
         mine, classic = agents
         assert mine.log_alpha.exp().item() == pytest.approx(alpha)
         classic.log_alpha.data.copy_(mine.log_alpha)
@@ -686,15 +693,44 @@ def test_sacs_updates_are_those_of_one_environment(module, reference):
         assert agents[0].target_entropy == -3
 
 
-# Evaluation, which PPO and SAC have in common
+# What PPO and SAC have in common: networks, evaluation
+
+
+@ALL_SCRIPTS
+def test_a_policy_does_not_see_what_is_for_its_critic(module):
+    """The last two of five numbers: they change values, not actions."""
+    torch.manual_seed(0)
+    known = spaces(5, 2)
+    known.actor_dim = 3
+    agent = (module.SAC if is_sac(module) else module.PPO)(module.Args(), known, CPU)
+    obs, noise = torch.randn(4, 5), torch.randn(4, 2)
+    seen, unseen = obs.clone(), obs.clone()
+    seen[:, :3] += 1
+    unseen[:, 3:] += 1
+
+    def act_and_judge(obs):
+        if is_sac(module):
+            return agent.act(obs, noise), agent.qf(obs, noise).T
+        return agent.act(obs, noise)[0], agent.value(obs[None])[0]
+
+    actions, values = act_and_judge(obs)
+    changed = act_and_judge(seen)
+    assert (changed[0] != actions).all() and (changed[1] != values).all()
+    changed = act_and_judge(unseen)
+    assert torch.equal(changed[0], actions) and (changed[1] != values).all()
+
+
+def own_seeds(seed, episodes):
+    """Numbers below 2**31, all others for another seed."""
+    return [int(x) // 2 for x in np.random.SeedSequence(seed).generate_state(episodes)]
 
 
 def own_evaluation(agent, env_id, episodes, seed):
     """The mean return of single environments with what the policy's mean does in them."""
     returns = []
-    for episode in range(episodes):
+    for own in own_seeds(seed, episodes):
         env = gym.make(env_id)
-        (obs, _), ended, total = env.reset(seed=seed + 2**31 + episode), False, 0.0
+        (obs, _), ended, total = env.reset(seed=own), False, 0.0
         while not ended:
             obs = torch.tensor(np.float32(obs))[None]
             if hasattr(agent, "actor"):
@@ -751,17 +787,23 @@ class Uneven(gym.Env):
 def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, tmp_path):
     """Against a loop over single environments; always the same ones, and none of training's."""
     monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
-    gym.register("Uneven-v0", lambda **_: Uneven(), disable_env_checker=True)
+    made = []
+
+    def make(**kwargs):
+        made.append(kwargs)
+        return Uneven()
+
+    gym.register("Uneven-v0", make, disable_env_checker=True)
     torch.manual_seed(0)
-    args = module.Args(env_id="Uneven-v0", eval_episodes=6, seed=5)
+    args = module.Args(env_id="Uneven-v0", eval_episodes=6, seed=5, randomize=0.3)
     if is_sac(module):
-        agent = module.SAC(args, 4, Uneven.action_space, CPU)
+        agent = module.SAC(args, spaces(4, Uneven.action_space), CPU)
         agent.observe(3 + 2 * torch.randn(64, 4), torch.zeros(64), torch.zeros(64).bool())
         with torch.no_grad():
             for parameter in agent.actor.network.parameters():
                 parameter.mul_(3)
     else:
-        agent = module.PPO(args, 4, 2, CPU)
+        agent = module.PPO(args, spaces(4, 2), CPU)
         zeros = torch.zeros(100)
         rows = [3 + 2 * torch.randn(100, 4), torch.randn(100, 2), zeros, zeros, zeros]
         agent.model.observe(module.Batch(*rows, returns=torch.randn(100)))
@@ -771,11 +813,17 @@ def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, tm
     expected = own_evaluation(agent, "Uneven-v0", 6, 5)
     for film in (False, False, True):
         Uneven.seeds.clear()
+        made.clear()
         agent.args.capture_video = film
         found = module.evaluate(agent, args, tmp_path / "video")
         assert found == pytest.approx(expected, rel=1e-4)
         seeds.append([seed for seed in Uneven.seeds if seed is not None])
-    assert seeds == 3 * [[2**31 + 5 + i for i in range(6)]]
+        assert {each["randomize"] for each in made} == {0.3}
+        assert [each["seed"] for each in made if "render_mode" not in each] == seeds[-1][film:]
+        films = [each["seed"] for each in made if "render_mode" in each]
+        assert films == seeds[-1][:film]
+    assert seeds == 3 * [own_seeds(5, 6)]
+    assert not set(own_seeds(5, 6)) & set(own_seeds(6, 6)) and max(seeds[0]) < 2**31
     assert len(list((tmp_path / "video").glob("*.mp4"))) == 1
     torch.testing.assert_close(whole_state(agent), before, atol=0, rtol=0)
     assert torch.equal(torch.get_rng_state(), generator)
@@ -797,10 +845,10 @@ def test_a_resumed_ppo_goes_on_from_all_it_had(module, record, small_worlds):
     calls = record(module, *PPO_CALLS, **notes)
     train(module, total_timesteps=512, save_model=True, resume=str(run_dir))
     (reset,) = of(calls, "reset")
-    (state, generator), (seed,) = reset.found, reset.args
+    (state, generator), (seed, options) = reset.found, reset.args
     torch.testing.assert_close(state, (saved["agent"], saved["optimizers"]), atol=0, rtol=0)
     assert torch.equal(generator, saved["generators"][0]) and torch.equal(generator, last_state)
-    assert seed == 3 + 256
+    assert seed == 3 + 256 and options == {"stagger": True}
     rates = [call.found for call in of(calls, "learn")]
     assert len(rates) == 6 and rates[:3] == 3 * [saved["agent"]["learning_rate"].item()]
     assert rates[0] != pytest.approx(0.01)
@@ -811,13 +859,13 @@ def test_a_resumed_ppo_goes_on_from_all_it_had(module, record, small_worlds):
 @ALL_SCRIPTS
 def test_worlds_are_randomized_also_when_a_run_goes_on(module, monkeypatch):
     masses = []
-    init = module.MuJoCoEnvs.__init__
+    init = MuJoCoWorlds.__init__
 
-    def noted(self, *args):
-        init(self, *args)
+    def noted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
         masses.append(self.physics.batch.expanded("body_mass").copy())
 
-    monkeypatch.setattr(module.MuJoCoEnvs, "__init__", noted)
+    monkeypatch.setattr(MuJoCoWorlds, "__init__", noted)
     run_dir = train(module, total_timesteps=256, randomize=0.5, save_model=True)
     train(module, total_timesteps=512, randomize=0.5, resume=str(run_dir))
     assert np.ptp(masses[0], axis=0).max() > 0.1 and (masses[0] == masses[1]).all()

@@ -189,3 +189,8 @@ def test_what_is_told_of_a_run_suits_its_library(monkeypatch):
     assert all(
         run_dirs.ROOT.joinpath(f"leanrl/{s}_torchcompile.py").exists() for s in race.OURS.values()
     )
+    told = []
+    monkeypatch.setattr(timed, "train", lambda script, args, moments: told.append(args.env_id))
+    for entrant in race.OURS:
+        race.train_ours(entrant, "Ant-v5", 1, 5)
+    assert told == 2 * ["worlds/Ant-v5"] + 3 * ["Ant-v5"]

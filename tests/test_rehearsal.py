@@ -212,8 +212,10 @@ ON_POLICY = {"num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
 PPO = ON_POLICY | {"env_id": "Pendulum-v1", "total_timesteps": 16 * 8}
 TENSORS = ON_POLICY | {"num_envs": 64, "total_timesteps": 64 * 16 * 8}
 ATARI = ON_POLICY | {"num_envs": 4, "total_timesteps": 4 * 16 * 6}
-WORLDS = {"env_id": "InvertedPendulum-v5", "physics": "c", "num_envs": 8, "utd_ratio": 0.25}
-WORLDS |= {"batch_size": 32, "learning_starts": 200, "buffer_size": 1000, "total_timesteps": 1200}
+WORLDS = {"env_id": "worlds/InvertedPendulum-v5", "physics": "c", "num_envs": 8}
+WORLDS |= {"batch_size": 32, "utd_ratio": 0.25, "learning_starts": 200, "buffer_size": 1000}
+WORLDS |= {"total_timesteps": 1200}
+HOPPER = {"env_id": "worlds/Hopper-v5", "physics": "c"}
 SAC, TD3 = "sac_continuous_action", "td3_continuous_action"
 GROUPS = {
     "fast": {
@@ -231,7 +233,7 @@ GROUPS = {
         ),
         "PPO, --target-kl": ("ppo_continuous_action", PPO | {"target_kl": 1e-9}),
         "CartPole, --target-kl": ("ppo_cartpole_gpu", TENSORS | {"target_kl": 1e-9}),
-        "MuJoCo": ("ppo_mujoco_worlds", TENSORS | {"env_id": "Hopper-v5", "physics": "c"}),
+        "MuJoCo": ("ppo_mujoco_worlds", TENSORS | HOPPER),
         "SAC, MuJoCo": ("sac_mujoco_worlds", WORLDS),
         "Atari": ("ppo_atari_envpool", ATARI),
         "Atari, --bf16": ("ppo_atari_envpool", ATARI | {"bf16": True}),
@@ -298,9 +300,10 @@ def rehearse(name: str, script: str, flags: dict) -> dict:
     found["waits"] = []  # the line, and how often an iteration waits there
     for text, count in seen[last].items():
         if count > seen[first].get(text, 0):
-            number = int(text.split()[0].split(":")[1])
+            file, number = text.split()[0].split(":")
+            path = str(Path(module.__file__).with_name(file))
             rate = (count - seen[first].get(text, 0)) / (last - first)
-            found["waits"].append((linecache.getline(module.__file__, number).strip(), rate))
+            found["waits"].append((linecache.getline(path, int(number)).strip(), rate))
     return found
 
 

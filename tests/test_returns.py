@@ -86,7 +86,11 @@ def agent_of(module, obs_dim=3, **flags):
     torch.manual_seed(1)
     args = module.Args(batch_size=8, num_envs=500, **flags)
     space = gym.spaces.Box(-np.ones(2, np.float32), np.ones(2, np.float32))
-    return module.SAC(args, obs_dim, space, torch.device("cpu"))
+    seen = SimpleNamespace(shape=(obs_dim,))
+    envs = SimpleNamespace(
+        actor_dim=obs_dim, single_action_space=space, single_observation_space=seen
+    )
+    return module.SAC(args, envs, torch.device("cpu"))
 
 
 def batch_of(module, agent):

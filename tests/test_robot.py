@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import gymnasium as gym
 import processes
 import pytest
 import robot
@@ -29,17 +30,19 @@ def test_checkpoints_are_kept_when_they_are_due():
 def test_a_robot_is_trained_drawn_and_filmed(tmp_path, monkeypatch, capsys):
     """A run of which the checkpoint of the first rollout and of the end are kept."""
     task = "InvertedPendulum-v5"
-    agent = script.PPO(script.Args(), 4, 1, torch.device("cpu"))
+    worlds = gym.make_vec(f"worlds/{task}", num_envs=1)
+    agent = script.PPO(script.Args(), worlds, torch.device("cpu"))
 
     def run_and_read(command, log, progress, what, limit):
-        assert command[1:5] == [f"leanrl/{robot.SCRIPT}.py", "--compile", "--env-id", task]
+        assert command[1:3] == [f"leanrl/{robot.SCRIPT}.py", "--compile"]
+        assert command[3:5] == ["--env-id", f"worlds/{task}"]
         name = command[command.index("--exp-name") + 1]
-        path = tmp_path / f"runs/{task}__{name}__1__1"
+        path = tmp_path / f"runs/worlds_{task}__{name}__1__1"
         made = make_run(tmp_path, 1, config(), stages(50.0))
         shutil.move(made, path)
         rows = [("charts/eval_return", step, step / 10, float(step)) for step in (10, 20, 30)]
         write_events(path, rows)
-        saved = {"agent": agent.state_dict(), "args": vars(script.Args(env_id=task))}
+        saved = {"agent": agent.state_dict(), "args": vars(script.Args(env_id=f"worlds/{task}"))}
         torch.save(saved, path / "checkpoint.pt")
         log.parent.mkdir()
         log.write_text("10/30 [00:01, 5step/s, return 3]")

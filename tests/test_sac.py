@@ -489,8 +489,8 @@ module.main(module.Args(torch_threads=2))
 )
 def test_denormal_numbers_are_zero_in_every_thread(name, tmp_path):
     """Each thread has a setting of its own, with which it starts: the one of who starts it."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", BEFORE_THE_LOOP, f"leanrl.{name}"]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "leanrl")}
+    command = [sys.executable, "-c", BEFORE_THE_LOOP, name]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
     )

@@ -314,6 +314,22 @@ def test_runs_of_other_machines_and_versions_are_not_kept(stand_ins, tmp_path):
     assert not speedup.finished(jobs, machine() | {"versions": {"torch": "2.14"}})
 
 
+def test_a_run_on_worlds_is_not_kept_when_the_worlds_have_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    (tmp_path / "leanrl").mkdir()
+    for name in ("ppo_mujoco_worlds", "mujoco_worlds"):
+        (tmp_path / f"leanrl/{name}.py").touch()
+    made_by = config(script="ppo_mujoco_worlds")
+    make_run(tmp_path / "runs", 1, made_by, stages(50.0))
+    runs, _ = run_dirs.read_runs([tmp_path / "runs"])
+    commands = {"PPO": made_by["command"].split()}
+    later = time.time() + 3600
+    os.utime(runs[0].path / "config.json", (later, later))
+    assert processes.find_made(commands, runs, config() | machine()) == {"PPO": runs[0]}
+    os.utime(tmp_path / "leanrl/mujoco_worlds.py", (later + 1, later + 1))
+    assert not processes.find_made(commands, runs, config() | machine())
+
+
 def test_only_narrows_and_refuses_what_matches_nothing(stand_ins, tmp_path, capsys):
     out = ["--out", str(tmp_path / "out")]
     assert speedup.main(["--quick", "--seeds", "1", "--only", "sac* [be]*", *out]) == 0

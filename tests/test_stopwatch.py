@@ -232,7 +232,8 @@ def folder(tmp_path):
     shutil.copy(stopwatch.__file__, tmp_path / "stopwatch.py")
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_bytes(SCRIPT)
-    (tmp_path / "sweep.py").write_text("print('carries no region')\n")
+    for name in ("mujoco_worlds.py", "sweep.py"):
+        (tmp_path / name).write_text("print('carries no region')\n")
     return tmp_path
 
 
@@ -251,6 +252,7 @@ def test_stamping_makes_every_region_the_same_and_touches_nothing_else(folder, c
     assert sorted(path.name for path in folder.iterdir()) == [
         "a.py",
         "b.py",
+        "mujoco_worlds.py",
         "stopwatch.py",
         "sweep.py",
     ]

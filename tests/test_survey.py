@@ -60,6 +60,7 @@ def test_commands_of_the_survey_are_of_scripts_and_traced():
     for commands, *_ in survey.SURVEYS.values():
         for name, command in commands.items():
             assert (ROOT / command[0]).exists(), name
+            assert ("worlds" in command[0]) == ("worlds/Walker2d-v5" in command)
             whole = survey.whole_command(name, command)
             assert (whole[-1] == "trace") == (not name.startswith(survey.LIBRARY))
 

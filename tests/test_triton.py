@@ -17,7 +17,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 
@@ -235,17 +234,16 @@ def ppo_cartpole_gpu():
     tests.run_updates(reference, agent, 1, 1e-5)
 
 
-def compare_worlds(baseline, variant):
+def compare_worlds():
     """Both halves of a step, in which an episode ends."""
-    groups = [module.MuJoCoEnvs("Hopper-v5", 5, CPU, "c") for module in (baseline, variant)]
-    variant.compile_envs(groups[1])
+    groups = [gym.make_vec("worlds/Hopper-v5", num_envs=5) for _ in range(2)]
+    groups[1].compile()
     for envs in groups:
         envs.reset(seed=1)
-        envs.lengths[0] = 999
+        envs.state.steps[0] = 999
     for _ in range(2):
         actions = torch.randn(5, 3)
-        starts = groups[0].draw(5)
-        expected, found = (envs.step(actions, starts) for envs in groups)
+        expected, found = (envs.step(actions) for envs in groups)
         assert_same(found, expected)
         assert_same(groups[1].returns, groups[0].returns)
 
@@ -271,18 +269,17 @@ def ppo_mujoco_worlds():
     )
     same_call(reference, agent, "prepare", rollout)
     tests.run_updates(reference, agent, 1, 1e-5)
-    compare_worlds(tests.baseline, tests.variant)
+    compare_worlds()
 
 
 def sac_mujoco_worlds():
     import test_mujoco as tests
 
     baseline, variant = tests.sac_baseline, tests.sac_variant
-    space = gym.spaces.Box(-1, 1, (tests.A,), np.float32)
     agents = []
     for module in (baseline, variant):
         torch.manual_seed(0)
-        agents.append(module.SAC(module.Args(num_envs=8), tests.OBS, space, CPU))
+        agents.append(module.SAC(module.Args(num_envs=8), tests.spaces(tests.OBS, tests.A), CPU))
     variant.compile_agent(agents[1])
     noise = torch.randn(8, tests.A)
     obs = torch.randn(8, tests.OBS)
@@ -302,7 +299,7 @@ def sac_mujoco_worlds():
     critics = tests.stack_twins(list(reference.qf.parameters()))
     assert_same(list(agent.qf.parameters()), critics)
     assert_same(agent.actor.state_dict(), reference.actor.state_dict())
-    compare_worlds(baseline, variant)
+    compare_worlds()
 
 
 # Bugs that a compiler might have, one at a time

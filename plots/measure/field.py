@@ -54,7 +54,10 @@ import run_dirs
 PEER = "CleanRL"
 LIBRARIES = {"Stable-Baselines3": "stable_baselines3", "SBX": "sbx"}
 SB3 = ("Stable-Baselines3",)
-WORLDS = {"--total-timesteps": 30 * 64 * 128}  # 30 rollouts of 128 steps
+WORLDS = {
+    "--env-id": "worlds/HalfCheetah-v5",
+    "--total-timesteps": 30 * 64 * 128,  # 30 rollouts of 128 steps
+}
 OURS = {  # name -> what follows the script's name
     "LeanRL baseline": [".py"],
     "LeanRL eager": ["_torchcompile.py"],

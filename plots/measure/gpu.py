@@ -22,7 +22,6 @@ import shlex
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,7 +110,7 @@ def profiles(options: argparse.Namespace) -> list[Step]:
 
 def read_speedups(path: Path) -> dict:
     """`gpu` of a record, and `rows`: {(script, row): row}, without those that were skipped."""
-    record = json.loads(path.read_text())
+    record = run_dirs.read_json(path)
     rows = {(row["script"], row["row"]): row for row in record["rows"] if row.get("speedup")}
     return {"gpu": record["machine"]["gpu"], "rows": rows}
 
@@ -157,7 +156,7 @@ def write_page(
     command = processes.call("gpu.py", options, "rehearse")
     above = [f"{title}: {command}", *run_dirs.describe(machine)]
     below = []
-    with suppress(FileNotFoundError):  # the step has failed
+    if (options.out / "speedup.json").exists():  # or the step has failed
         mine = read_speedups(options.out / "speedup.json")
         paths = sorted(RESULTS.glob("speedup*.json"), key=lambda path: "earlier" not in path.name)
         records = [read_speedups(path) for path in paths]  # the last one counts

@@ -62,10 +62,10 @@ OFF_POLICY = [*HALFCHEETAH, "--learning-starts", "20", "--buffer-size", "1000"]
 ON_POLICY = [*HALFCHEETAH, "--num-steps", "256", "--num-minibatches", "4"]
 TENSORS = ["--num-envs", "64", "--num-steps", "8", "--update-epochs", "1"]
 ATARI = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "1"]
-WORLDS = [*HALFCHEETAH, "--physics", "c"]
+WORLDS = ["--env-id", "worlds/HalfCheetah-v5", "--physics", "c"]
 PPO_WORLDS = [*WORLDS, "--num-envs", "8", "--num-steps", "16", "--num-minibatches", "2"]
 SAC_WORLDS = [*WORLDS, "--num-envs", "16", "--learning-starts", "64", "--buffer-size", "1000"]
-SETTLED = ("settle", "observe")
+SETTLED = ("settle", "first_obs")
 
 
 class Script(NamedTuple):
@@ -218,8 +218,9 @@ def count_launches(script: str) -> dict:
 
     module.compile_agent = compile_and_capture
     if chosen.of_envs:
-        compile_envs = module.compile_envs
-        module.compile_envs = compile_and_capture_envs
+        worlds = import_module("mujoco_worlds").MuJoCoWorlds
+        compile_envs = worlds.compile
+        worlds.compile = compile_and_capture_envs
     if "draw" in chosen.captured:
         module.ReplayBuffer.draw = captured(module.ReplayBuffer.draw)
     args = module.parse_args(module.Args)

@@ -7,9 +7,9 @@ Gymnasium's tasks with random actions, by one core and by all. The arms of a row
 of 64 steps of all worlds each, and ratios are of blocks that follow one another, so that the drift
 of a shared machine hits all alike. An arm begins all its episodes anew before each block.
 
-    physics         MuJoCoEnvs without judging: actions in, fields of MjData out; a robot that has
+    physics         MuJoCoWorlds without judging: actions in, fields of MjData out; a robot that has
                     fallen lies there until the next block
-    whole step      MuJoCoEnvs as a script with --compile steps it: observations, rewards, new
+    whole step      MuJoCoWorlds as a script with --compile steps it: observations, rewards, new
                     episodes
     EnvPool         its whole step
     of EnvPool      whole step against whole step, median over the blocks
@@ -21,13 +21,12 @@ import os
 import statistics
 import time
 
+import gymnasium as gym
 import numpy as np
 import processes
 import run_dirs
 import torch
 from run_dirs import short, spread
-
-from leanrl import ppo_mujoco_worlds_torchcompile as script
 
 WORLDS = {  # per task, the numbers of worlds that are measured
     "HalfCheetah-v5": (64, 1024),
@@ -39,16 +38,22 @@ WORLDS = {  # per task, the numbers of worlds that are measured
 BLOCK = 64  # steps of a block: a robot that has fallen takes longer, so as many for all
 
 
-def make_ours(env_id: str, num_worlds: int):
-    """Two arms, (begin, step) each: the physics, and whole steps as compiled."""
-    cpu = torch.device("cpu")
-    bare = script.MuJoCoEnvs(env_id, num_worlds, cpu, "c")
-    whole = script.MuJoCoEnvs(env_id, num_worlds, cpu, "c")
-    script.compile_envs(whole)
+def make_ours(env_id: str, num_worlds: int, threads: int):
+    """Two arms, (begin, step) each: the physics, and whole steps as compiled; and their actions."""
+    name = f"mujoco_worlds:worlds/{env_id}"
+    settings = {"num_envs": num_worlds, "physics": "c", "num_threads": threads}
+    bare = gym.make_vec(name, **settings)
+    whole = gym.make_vec(name, **settings)
+    whole.compile()
+
+    def simulate(actions):
+        bare.state.actions.copy_(actions)
+        bare.physics.step()
+
     arms = {}
-    arms["physics"] = (lambda: bare.reset(seed=1), bare.physics.step)
+    arms["physics"] = (lambda: bare.reset(seed=1), simulate)
     arms["whole step"] = (lambda: whole.reset(seed=1), whole.step)
-    return arms
+    return arms, whole.single_action_space
 
 
 def make_envpool(env_id: str, num_worlds: int, threads: int):
@@ -114,8 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
             for count in sorted({1, len(cores)}):
                 os.sched_setaffinity(0, cores[:count])
                 torch._dynamo.reset()
-                arms = make_ours(task, num_worlds)
-                space = script.MuJoCoEnvs(task, 1, torch.device("cpu"), "c").single_action_space
+                arms, space = make_ours(task, num_worlds, count)
                 try:
                     arms["EnvPool"] = make_envpool(task, num_worlds, count)
                 except ImportError:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import tqdm
 
 PLOTS = Path(__file__).resolve().parents[1]
-sys.path += [str(PLOTS), str(PLOTS.parent)]
+sys.path += [str(PLOTS), str(PLOTS.parent), str(PLOTS.parent / "leanrl")]
 from run_dirs import ROOT, Run, differences, read_run, shown, this_machine  # noqa: E402
 
 # The command line
@@ -164,11 +164,15 @@ def run_and_read(
 def find_made(commands: dict[str, list[str]], runs: list[Run], here: dict) -> dict[str, Run]:
     """{name: the last of `runs` that its command has made here}, of those that need not run again.
 
-    A command is what follows `python`; its script has not changed since. `here` is `this_machine`.
+    A command is what follows `python`; its script, and the worlds that it imports, have not changed
+    since. `here` is `this_machine`.
     """
     found = {}
     for name, command in commands.items():
-        changed = (ROOT / command[0]).stat().st_mtime
+        sources = [ROOT / command[0]]
+        if "worlds" in command[0]:
+            sources.append(ROOT / "leanrl/mujoco_worlds.py")
+        changed = max(path.stat().st_mtime for path in sources)
         for run in runs:
             same = run.config["command"] == " ".join(command) and not differences(run.config, here)
             if same and changed < (run.path / "config.json").stat().st_mtime:

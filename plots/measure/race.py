@@ -148,7 +148,7 @@ def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
     steps = STEPS[entrant][task] * minutes if entrant in STEPS else 10**9
     args = script.Args(
         exp_name=f"race-{entrant}",  # so that no table of the script takes it in
-        env_id=task,
+        env_id=f"worlds/{task}" if "worlds" in entrant else task,
         seed=seed,
         total_timesteps=steps,
         eval_every=1,

@@ -225,7 +225,7 @@ def work(change: str, task: str, seed: int, minutes: int) -> None:
         settings = settings(script) or {}
     args = script.Args(
         exp_name=f"returns-{change}",  # so that no table of the script takes it in
-        env_id=task,
+        env_id=f"worlds/{task}",
         seed=seed,
         total_timesteps=10**9,
         eval_every=1,

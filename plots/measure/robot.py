@@ -48,8 +48,8 @@ def train(task: str, options: argparse.Namespace, bar) -> dict:
     )
     rollout = 64 * 128
     name = f"robot-{time.time_ns()}"
-    command = [sys.executable, f"leanrl/{SCRIPT}.py", "--compile", "--env-id", task]
-    command += ["--total-timesteps", str(steps), "--exp-name", name]
+    command = [sys.executable, f"leanrl/{SCRIPT}.py", "--compile"]
+    command += ["--env-id", f"worlds/{task}", "--total-timesteps", str(steps), "--exp-name", name]
     command += ["--eval-every", str(max(steps // 10 // rollout, 1) * rollout)]
     command += ["--checkpoint-every", str(rollout), "--save-model"]
     for flag, value in race.FLAGS.get(("PPO on worlds", task), {}).items():
@@ -69,7 +69,7 @@ def train(task: str, options: argparse.Namespace, bar) -> dict:
     def progress(log: Path) -> None:
         done, said = processes.progress_in(log)
         bar(task, done / steps, said or "starts and compiles, about half a minute")
-        for checkpoint in (run_dirs.ROOT / "runs").glob(f"{task}__{name}__*/checkpoint.pt"):
+        for checkpoint in (run_dirs.ROOT / "runs").glob(f"*__{name}__*/checkpoint.pt"):
             if is_kept(options.film, shots, time.monotonic() - born):
                 keep(checkpoint)
 
@@ -119,10 +119,10 @@ def play(task: str, checkpoint: Path) -> tuple[list[np.ndarray], float]:
     size = {"width": width, "height": height}
     env = gym.make(task, render_mode="rgb_array", camera_name="track", **size)
     args = script.Args(**saved["args"])
-    sizes = env.observation_space.shape[0], env.action_space.shape[0]
-    agent = script.PPO(args, *sizes, torch.device("cpu"))
+    worlds = gym.make_vec(f"worlds/{task}", num_envs=1)
+    agent = script.PPO(args, worlds, torch.device("cpu"))
     agent.load_state_dict(saved["agent"])
-    no_noise = torch.zeros(1, sizes[1])
+    no_noise = torch.zeros(worlds.action_space.shape)
     pictures = []
     obs, _ = env.reset(seed=1)
     total = 0.0

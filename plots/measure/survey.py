@@ -36,6 +36,7 @@ import run_dirs
 from run_dirs import ROOT, label
 
 WALKER = ["--env-id", "Walker2d-v5"]
+WALKERS = ["--env-id", "worlds/Walker2d-v5"]
 OFF_POLICY = [*WALKER, "--learning-starts", "100", "--total-timesteps", "800"]
 ON_POLICY = ["--total-timesteps", "24576"]
 ATARI = ["--env-id", "Pong-v5", "--total-timesteps", "8192"]
@@ -58,8 +59,8 @@ ALGORITHMS = {
     "ppo": compiled("ppo_continuous_action", *WALKER, *ON_POLICY),
     "sac compile": FRAMEWORKS["sac compile"],
     "td3 compile": FRAMEWORKS["td3 compile"],
-    "ppo on worlds": compiled("ppo_mujoco_worlds", *WALKER, "--total-timesteps", "65536"),
-    "sac on worlds": compiled("sac_mujoco_worlds", *WALKER, "--total-timesteps", "50000"),
+    "ppo on worlds": compiled("ppo_mujoco_worlds", *WALKERS, "--total-timesteps", "65536"),
+    "sac on worlds": compiled("sac_mujoco_worlds", *WALKERS, "--total-timesteps", "50000"),
 }
 SIMULATORS = {
     "cartpole": compiled("ppo_cartpole_gpu", "--total-timesteps", "1048576"),
