@@ -19,7 +19,8 @@ A sweep is a Python file of assignments, and every combination of its parameters
     )
 
 A parameter is the script's flag of that name: 0.9 becomes --gae-lambda=0.9, True --compile, False
---no-compile. No shell sees the values. A variant is known by a hash of its script and parameters.
+--no-compile. No shell sees the values; a file or folder that exists is given by its absolute path,
+for a run works in its own. A variant is known by a hash of its script and parameters.
 In runs/GROUP/ID/ it leaves variant.json (script, parameters, command), status.json (state, times),
 stdout.log, runs/ (the run itself) and attempts/ (what former attempts have left). A run gets its
 share of the cores as OMP_NUM_THREADS and, unless torch_threads is a parameter, as --torch-threads
@@ -140,6 +141,7 @@ def values_of(name: str, values, inputs: dict) -> list:
             raise SweepError(f"{name}: its function fails: {error!r}") from None
     if not isinstance(values, list) or not values:
         raise SweepError(f"{name} is {values!r}, not a list with at least one value")
+    values = [value.item() if hasattr(value, "item") else value for value in values]  # NumPy's
     seen = set()
     for value in values:
         if not isinstance(value, bool | int | float | str | None):
@@ -222,6 +224,8 @@ class Variant(Record):
         self.flags = []  # each a single word, whatever the value holds
         for name, value in params.items():
             flag = name.replace("_", "-")
+            if isinstance(value, str) and "/" in value and os.path.exists(value):
+                value = os.path.abspath(value)  # a run works in a folder of its own
             if isinstance(value, bool):
                 self.flags.append(f"--{flag}" if value else f"--no-{flag}")
             else:
@@ -294,6 +298,9 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     flags = share_of_cores(variant, environment, root) + variant.flags
     inherited = dict(os.environ)
     inherited.pop("RAY_AUTH_TOKEN", None)
+    if paths := inherited.get("PYTHONPATH"):
+        paths = [os.path.abspath(path) for path in paths.split(os.pathsep)]
+        inherited["PYTHONPATH"] = os.pathsep.join(paths)
     libc = ctypes.CDLL(None)
 
     def begin():
@@ -472,12 +479,18 @@ def launch_on_ray(todo: list[Variant], options: argparse.Namespace) -> None:
             {"group": each.group, "script": each.script, "params": each.params} for each in todo
         ],
     }
-    command = ["python", "leanrl/sweep.py", "drive", json.dumps(spec)]
-    name = client.submit_job(
-        entrypoint=shlex.join(command),
-        metadata={"sweep": options.group},
-        runtime_env={"working_dir": str(ROOT), "excludes": [".git", "runs"]},
-    )
+    runtime_env = {"working_dir": str(ROOT), "excludes": [".git", "runs"]}
+    if paths := os.environ.get("PYTHONPATH"):
+        runtime_env["env_vars"] = {"PYTHONPATH": paths}
+    with tempfile.NamedTemporaryFile("w", dir=ROOT, prefix="sweep_", suffix=".json") as file:
+        json.dump(spec, file)  # shipped with the code: many variants are too long for a command
+        file.flush()
+        command = ["python", "leanrl/sweep.py", "drive", Path(file.name).name]
+        name = client.submit_job(
+            entrypoint=shlex.join(command),
+            metadata={"sweep": options.group},
+            runtime_env=runtime_env,
+        )
     say(f"job {name}, on {client.get_address()}")
     follow(client, name)
 
@@ -498,7 +511,7 @@ def drive(options: argparse.Namespace) -> int:
     """On the cluster: the job, which makes a task of every variant and waits for them."""
     import ray
 
-    spec = json.loads(options.spec)
+    spec = json.loads(Path(options.spec).read_text())
     variants = [Variant(**each, runs=Path(spec["runs"])) for each in spec["variants"]]
     ray.init(address="auto")
     task = ray.remote(**spec["resources"], max_retries=2)(run_task)

@@ -14,6 +14,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -57,6 +58,8 @@ def test_what_makes_no_sense_is_refused_in_one_line():
         ({"a": (1, 2)}, "not a list"),
         ({"a": [1], "b": lambda a: a}, "b is 1, not a list"),
         ({"a": []}, "with at least one value"),
+        ({"a": [1e-3, *np.logspace(-3, -2, 2)]}, "a has 0.001 twice"),
+        ({"a": [1, np.int64(1)]}, "a has 1 twice"),
         ({"a": [0], "b": lambda a: [1 // a]}, "b: its function fails: ZeroDivisionError"),
         ({"a": [0], "b": lambda a: sys.exit(a)}, "b: its function fails: SystemExit"),
         ({"a": [[1]]}, "only numbers, text"),
@@ -177,7 +180,7 @@ while "until" in flags and not Path(flags["until"]).exists():
     time.sleep(0.02)
 if "fails" in flags and not Path(flags["fails"]).exists():
     raise SystemExit("what went wrong")
-names = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_AUTH_TOKEN"
+names = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_AUTH_TOKEN", "PYTHONPATH"
 keep = {k: v for k, v in os.environ.items() if k in names}
 Path("runs/the_run").mkdir(parents=True)
 Path("runs/the_run/found.json").write_text(json.dumps({"flags": flags, "environment": keep}))
@@ -391,6 +394,42 @@ def test_a_run_is_told_its_share_of_the_cores(place):
     assert json.loads(path.read_text())["command"] == "python leanrl/x.py --n=1"
 
 
+def test_relative_paths_hold_in_a_runs_own_folder(place, monkeypatch):
+    """Python's path and files that are parameters; text that is no file stays as it is."""
+    monkeypatch.setenv("PYTHONPATH", f"leanrl{os.pathsep}/elsewhere")
+    params = {"weights": ["leanrl/x.py"], "env_id": ["worlds/Hopper-v5"], "name": ["leanrl"]}
+    call("run", write_sweep(place, params), check=0)
+    (found,) = found_in(place).values()
+    assert found["environment"]["PYTHONPATH"] == f"{place}/leanrl{os.pathsep}/elsewhere"
+    flags = found["flags"]
+    assert flags["weights"] == f"{place}/leanrl/x.py"
+    assert flags["env-id"] == "worlds/Hopper-v5" and flags["name"] == "leanrl"
+
+
+def test_a_long_sweep_goes_to_a_cluster_as_a_file(place, monkeypatch):
+    """The shell of Ray's head takes 128 KiB in one argument."""
+    write_sweep(place, {"n": list(range(700)), "text": ["x" * 200]})
+    monkeypatch.setattr(sweep, "ROOT", place)
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    shipped = []
+
+    def submit(entrypoint, runtime_env, **_):
+        assert runtime_env["env_vars"] == {"PYTHONPATH": "lib"}
+        assert runtime_env["working_dir"] == str(place)
+        name = entrypoint.rpartition(" ")[2]
+        shipped.append((len(entrypoint), json.loads((place / name).read_text())))
+        raise RuntimeError("that will do")
+
+    client = MagicMock(submit_job=submit)
+    client.list_jobs.return_value = []
+    ray = MagicMock(JobSubmissionClient=lambda address: client)
+    monkeypatch.setitem(sys.modules, "ray.job_submission", ray)
+    assert sweep.main(["run", "study.py", "--launcher", "ray", "--yes", "--max-variants=999"]) == 2
+    ((length, spec),) = shipped
+    assert length < 200 and len(spec["variants"]) == 700 and spec["variants"][9]["params"]["n"] == 9
+    assert not list(place.glob("sweep_*.json"))
+
+
 def test_cores_and_gpus_are_shared_out(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     for workers, threads in ((None, 8), (1, 8), (2, 4), (3, 2), (8, 1), (20, 1)):
@@ -405,6 +444,7 @@ def test_cores_and_gpus_are_shared_out(monkeypatch):
     assert devices(2, 0.25, ["0"]) == ["0"] * 2 and devices(None, None, ["0", "1"]) == ["0", "1"]
     assert devices(9, 0.5, ["0", "1"]) == ["0", "1", "0", "1"]
     assert devices(9, 1 / 3, ["0"]) == ["0"] * 3
+    assert devices(9, 0.35, ["0"]) == devices(9, 0.5, ["0"]) == ["0"] * 2
     assert devices(9, 2, ["0", "1", "2", "3", "4"]) == ["0,1", "2,3"]
     for share, gpus in ((0, ["0"]), (-1, ["0"]), (1.5, ["0", "1"]), (1, []), (2, ["0"]), (0.5, [])):
         with pytest.raises(sweep.SweepError, match="--gpus-per-run"):
