@@ -6,9 +6,10 @@
     python plots/curves.py plots/results/p*_atari_pong_cpu.json --metric charts/eval_return
 
 A panel is a script and environment. A line is what differs within it: the row of the speed-up table
-(baseline, compile, ...) and the settings that vary, or those that --by names. Seeds never are, and
-threads only there. Runs of CleanRL, which are TensorBoard files in a directory with its name, are a
-line beside ours. Records of plots/record.py have curves, too: of returns and evaluations.
+(baseline, compile, ...) and the settings that vary, or those that --by names. Seeds never are,
+threads only there, and --exp-name where it stands for several runs. Runs of CleanRL, which are
+TensorBoard files in a directory with its name, are a line beside ours. Records of plots/record.py
+have curves, too: of returns and evaluations.
 Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
@@ -182,9 +183,12 @@ def varying(runs: list[Run]) -> list[str]:
     """The settings that tell runs of a row apart, as few as do; seeds are none."""
     settings = [run.config["args"] for run in runs]
     found = []
+    free = FREE_ARGS | {"env_id", "torch_threads"}
+    if names_count(runs):
+        free -= {"exp_name"}
     parts = [(run.row,) for run in runs]
     for name in dict.fromkeys(name for args in settings for name in args):
-        if name in FREE_ARGS | {"env_id", "torch_threads"}:
+        if name in free:
             continue
         finer = []
         for part, args in zip(parts, settings, strict=True):
@@ -193,6 +197,26 @@ def varying(runs: list[Run]) -> list[str]:
             found.append(name)
             parts = finer
     return found
+
+
+def told(run: Run, free: set[str]) -> str:
+    """The settings of a run that are not free."""
+    rows = sorted(run.settings.items())
+    return repr([(name, value) for name, value in rows if name not in free])
+
+
+def names_count(runs: list[Run]) -> bool:
+    """Whether --exp-name tells runs apart: if one has several, or if two have the same run."""
+    names: dict = {}
+    for run in runs:
+        known = names.setdefault((run.script, run.env_id, run.row), {})
+        mine = known.setdefault(run.settings.get("exp_name"), set())
+        mine.add(told(run, FREE_ARGS - {"seed"}))
+    for known in names.values():
+        each = [settings for mine in known.values() for settings in mine]
+        if len(known) > 1 and (len(each) > len(known) or len(each) > len(set(each))):
+            return True
+    return False
 
 
 def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
@@ -217,15 +241,12 @@ def once(runs: list[Run], by: list[str] | None = None) -> list[Run]:
     `runs` are in the order in which they were made. Threads tell them apart if they do in `by`.
     """
     counts = {"seed", *(by or [])}
+    if names_count(runs):
+        counts.add("exp_name")
     free = (FREE_ARGS | {"torch_threads"}) - counts
     found = {}
     for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
-        told = []
-        for name, value in sorted(run.settings.items()):
-            if name not in free:
-                told.append((name, value))
-        key = run.script, run.row, repr(told)
-        found[key] = run
+        found[run.script, run.row, told(run, free)] = run
     return list(found.values())
 
 
@@ -446,7 +467,7 @@ def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
         cells = [row["script"], row["line"]]
         cells.append(", ".join(row["finals"]))
         cells.append(str(row["runs"]))
-        cells.append(f"{row['iqm']:,.1f} ({row['low']:,.1f} to {row['high']:,.1f})")
+        cells.append(f"{row['iqm']:,.5g} ({row['low']:,.5g} to {row['high']:,.5g})")
         if target is not None:
             times = [np.inf if time is None else time for time in row["times"]]
             middle = statistics.median(times)
@@ -533,7 +554,11 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     metric = options.metric
     last = options.last
     axes = list(AXES) if options.x is None else [options.x]
-    runs = once(runs, options.by)
+    kept = once(runs, options.by)
+    for run in runs:
+        if run not in kept:
+            print(f"{shown(run.path)}: another run has its settings and seed", file=sys.stderr)
+    runs = kept
     series = {run.path: run.series([metric, *axes]) for run in runs}
     found = groups(runs, options.by)
     what = metric.rpartition("/")[2].replace("_", " ")

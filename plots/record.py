@@ -24,7 +24,7 @@ def rows_of(series: run_dirs.Series | None) -> list[list]:
     if series is None:
         return []
     rows = zip(series.steps, series.values, series.seconds, strict=True)
-    return [[int(step), round(value, 2), round(seconds, 2)] for step, value, seconds in rows]
+    return [[int(step), float(f"{value:.6g}"), round(seconds, 2)] for step, value, seconds in rows]
 
 
 def record_of(run_dir: Path) -> dict:
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = record.replace(f"{run_dirs.ROOT}/", "")  # no folders of a machine
     run_dirs.write_json(args.record, json.loads(record))
     for run in runs:
-        print(f"{run['run']}: mean of the last 10 returns {run['mean_return_last_10']:,.1f}")
+        print(f"{run['run']}: mean of the last 10 returns {run['mean_return_last_10']:,.5g}")
     return 0
 
 

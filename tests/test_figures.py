@@ -607,6 +607,40 @@ def test_lines_are_what_varies(sweep_runs):
         curves.matching(runs, ["seed"])
 
 
+def test_names_of_experiments_tell_lines_apart(tmp_path, capsys):
+    """Three seeds before a change and two after it; in a sweep, where each run has a name, not."""
+    for i, (name, seed) in enumerate(
+        [("before", s) for s in (1, 2, 3)] + [("after", 1), ("after", 2)]
+    ):
+        settings = config("baseline", seed, script="ppo", exp_name=name)
+        write_events(make_run(tmp_path / "named", i, settings, report()), events(1, 1))
+    runs, _ = run_dirs.read_runs([tmp_path / "named"])
+    (lines,) = curves.groups(runs).values()
+    names = {line: len(mine) for line, mine in lines.items()}
+    assert names == {"exp_name=after": 2, "exp_name=before": 3}
+    (lines,) = curves.groups([runs[0], runs[3]]).values()
+    assert list(lines) == ["exp_name=after", "exp_name=before"]  # same settings, same seed
+    for i, run in enumerate(runs):
+        run.config["args"] |= {"exp_name": f"id{i}", "seed": i}
+    (lines,) = curves.groups(runs).values()
+    assert list(lines) == ["baseline"] and len(lines["baseline"]) == 5
+    twice = config("baseline", 1, script="ppo", exp_name="before")
+    write_events(make_run(tmp_path / "named", 9, twice, report()), events(1, 1))
+    runs, _ = run_dirs.read_runs([tmp_path / "named"])
+    curves.write(runs, tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("another run has its settings and seed") and "__1__" in line
+
+
+def test_small_returns_keep_their_digits(tmp_path):
+    path = make_run(tmp_path, 1, config("baseline", 1), report())
+    rows = [("charts/episodic_return", 10 * k, k, value) for k, value in ((1, 0.0035), (2, 5e-4))]
+    write_events(path, rows)
+    record.main([str(tmp_path / "small.json"), str(path)])
+    (run,) = json.loads((tmp_path / "small.json").read_text())["runs"]
+    assert [value for _, value, _ in run["episodic_returns"]] == [0.0035, 0.0005]
+
+
 def test_a_seed_counts_once(sweep_runs, tmp_path):
     """Three copies of a run are no three runs: the newest whole one counts, not the record."""
     for number in (100, 200, 300):
