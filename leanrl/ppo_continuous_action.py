@@ -97,6 +97,18 @@ STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 # Environment
 
 
+class Copying(gym.Wrapper):
+    """Keeps arrays of the environment from being kept: some change what they have returned."""
+
+    def reset(self, **options):
+        obs, info = self.env.reset(**options)
+        return np.array(obs), dict(info)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return np.array(obs), float(reward), terminated, truncated, dict(info)
+
+
 def make_envs(
     env_id: str,
     num_envs: int,
@@ -109,7 +121,7 @@ def make_envs(
     """
 
     def make_env(**options) -> gym.Env:
-        env = gym.make(env_id, **options)
+        env = Copying(gym.make(env_id, **options))
         if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         if not isinstance(env.action_space, Box):
@@ -480,11 +492,12 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
     std = (variance + 1e-8).sqrt()
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
-    unseen = args.seed + 2**31  # not the states of training
+    seeds = np.random.SeedSequence(args.seed).generate_state(args.eval_episodes) >> 1
+    seeds = seeds.tolist()  # below 2**31, and not training's
     generators = random.getstate(), np.random.get_state()  # environments may draw from them
-    random.seed(unseen)
-    np.random.seed(unseen)
-    obs, _ = envs.reset(seed=unseen)
+    random.seed(seeds[0])
+    np.random.seed(seeds[0])
+    obs, _ = envs.reset(seed=seeds)
     for _ in range(50_000):  # an episode without end counts with its return so far
         inputs = (torch.as_tensor(obs) - mean) / std
         inputs = inputs.clamp(-10, 10)
@@ -537,8 +550,7 @@ class Stopwatch:
             self.events.append((self.current, event))
         if self.profiler:
             self.annotation.__exit__(None, None, None)
-            traced = torch.profiler.record_function("stopwatch:" + name)
-            self.annotation = nullcontext() if name == "untracked" else traced
+            self.annotation = torch.profiler.record_function("stopwatch:" + name)
             self.annotation.__enter__()
         self.current = name
 
@@ -573,12 +585,13 @@ class Stopwatch:
         self.stage(self.current)
         steps = self.steps - self.first_step
         seconds = self.last - self.start - self.seconds["evaluation"]
+        wall_seconds = self.last - self.born
         scale = self.iterations / max(self.samples, 1)  # a sample stands for so many iterations
         return {
-            "sps": self.steps / (self.last - self.born),
+            "sps": self.steps / wall_seconds,
             "sps_steady": self.warmup_seconds and steps / seconds,
             "warmup_seconds": self.warmup_seconds,
-            "wall_seconds": self.last - self.born,
+            "wall_seconds": wall_seconds,
             "env_steps": steps,
             "iterations": self.iterations,
             "seconds": seconds,
@@ -592,7 +605,8 @@ class Run:
 
     def __init__(self, args, device, steps_per_iteration, steady_after, **trace):
         """`steady_after`: environment steps from the first update until all is compiled."""
-        self.flags = dict(vars(args))  # as they were given: a loop may anneal them
+        # As they were given, for a loop may anneal them, and without NumPy's numbers
+        self.flags = json.loads(json.dumps(vars(args), default=np.generic.item))
         self.steps_per_iteration = steps_per_iteration
         self.checkpoint = load_checkpoint(args.resume)
         self.start_step = self.step = self.checkpoint.get("global_step", 0)

@@ -511,8 +511,7 @@ class Stopwatch:
             self.events.append((self.current, event))
         if self.profiler:
             self.annotation.__exit__(None, None, None)
-            traced = torch.profiler.record_function("stopwatch:" + name)
-            self.annotation = nullcontext() if name == "untracked" else traced
+            self.annotation = torch.profiler.record_function("stopwatch:" + name)
             self.annotation.__enter__()
         self.current = name
 
@@ -547,12 +546,13 @@ class Stopwatch:
         self.stage(self.current)
         steps = self.steps - self.first_step
         seconds = self.last - self.start - self.seconds["evaluation"]
+        wall_seconds = self.last - self.born
         scale = self.iterations / max(self.samples, 1)  # a sample stands for so many iterations
         return {
-            "sps": self.steps / (self.last - self.born),
+            "sps": self.steps / wall_seconds,
             "sps_steady": self.warmup_seconds and steps / seconds,
             "warmup_seconds": self.warmup_seconds,
-            "wall_seconds": self.last - self.born,
+            "wall_seconds": wall_seconds,
             "env_steps": steps,
             "iterations": self.iterations,
             "seconds": seconds,
@@ -566,7 +566,8 @@ class Run:
 
     def __init__(self, args, device, steps_per_iteration, steady_after, **trace):
         """`steady_after`: environment steps from the first update until all is compiled."""
-        self.flags = dict(vars(args))  # as they were given: a loop may anneal them
+        # As they were given, for a loop may anneal them, and without NumPy's numbers
+        self.flags = json.loads(json.dumps(vars(args), default=np.generic.item))
         self.steps_per_iteration = steps_per_iteration
         self.checkpoint = load_checkpoint(args.resume)
         self.start_step = self.step = self.checkpoint.get("global_step", 0)

@@ -399,6 +399,7 @@ class PPO(nn.Module):
 # seconds to compile and gain nothing that one could measure
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
+    torch._dynamo.reset()  # what others have compiled in this process counts against a limit
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     if torch.__version__.startswith("2.11"):
         torch._inductor.config.reorder_for_locality = False  # True moves reads past writes
@@ -612,8 +613,7 @@ class Stopwatch:
             self.events.append((self.current, event))
         if self.profiler:
             self.annotation.__exit__(None, None, None)
-            traced = torch.profiler.record_function("stopwatch:" + name)
-            self.annotation = nullcontext() if name == "untracked" else traced
+            self.annotation = torch.profiler.record_function("stopwatch:" + name)
             self.annotation.__enter__()
         self.current = name
 
@@ -648,12 +648,13 @@ class Stopwatch:
         self.stage(self.current)
         steps = self.steps - self.first_step
         seconds = self.last - self.start - self.seconds["evaluation"]
+        wall_seconds = self.last - self.born
         scale = self.iterations / max(self.samples, 1)  # a sample stands for so many iterations
         return {
-            "sps": self.steps / (self.last - self.born),
+            "sps": self.steps / wall_seconds,
             "sps_steady": self.warmup_seconds and steps / seconds,
             "warmup_seconds": self.warmup_seconds,
-            "wall_seconds": self.last - self.born,
+            "wall_seconds": wall_seconds,
             "env_steps": steps,
             "iterations": self.iterations,
             "seconds": seconds,
@@ -667,7 +668,8 @@ class Run:
 
     def __init__(self, args, device, steps_per_iteration, steady_after, **trace):
         """`steady_after`: environment steps from the first update until all is compiled."""
-        self.flags = dict(vars(args))  # as they were given: a loop may anneal them
+        # As they were given, for a loop may anneal them, and without NumPy's numbers
+        self.flags = json.loads(json.dumps(vars(args), default=np.generic.item))
         self.steps_per_iteration = steps_per_iteration
         self.checkpoint = load_checkpoint(args.resume)
         self.start_step = self.step = self.checkpoint.get("global_step", 0)

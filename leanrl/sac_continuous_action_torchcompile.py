@@ -102,23 +102,39 @@ LOG_STD_MAX = 2.0
 # Environment
 
 
+class Copying(gym.Wrapper):
+    """Keeps arrays of the environment from being kept: some change what they have returned."""
+
+    def reset(self, **options):
+        obs, info = self.env.reset(**options)
+        return np.array(obs), dict(info)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return np.array(obs), float(reward), terminated, truncated, dict(info)
+
+
 def make_envs(env_id: str, num_envs: int, video: Path | None = None) -> gym.vector.VectorEnv:
     """N environments that reset in the step that ends an episode; `video` films the first one."""
 
     def make_env(**options) -> gym.Env:
-        env = gym.make(env_id, **options)
+        env = Copying(gym.make(env_id, **options))
         if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
+        box = env.action_space
+        if not isinstance(box, Box):
+            raise ValueError("--env-id: needs continuous actions")
+        spans = box.high.astype(float) - box.low
+        for i in np.flatnonzero((spans <= 0) | (spans > 1e18)):
+            raise ValueError(f"--env-id: dimension {i} of the actions spans {spans[i]:g}")
+        # By rounding, what the policy says may lie outside; and some change what they are given
+        env = gym.wrappers.TransformAction(env, lambda x: x.clip(box.low, box.high), box)
         return gym.wrappers.RecordEpisodeStatistics(env)
 
     makers = [make_env] * num_envs
     if video is not None:
         makers[0] = lambda: make_env(render_mode="rgb_array")
-    envs = gym.vector.SyncVectorEnv(makers, autoreset_mode="SameStep")
-    actions = envs.single_action_space
-    if not isinstance(actions, Box) or not actions.is_bounded():
-        raise ValueError("--env-id: needs continuous actions with bounds")
-    return envs
+    return gym.vector.SyncVectorEnv(makers, autoreset_mode="SameStep")
 
 
 # Networks
@@ -426,6 +442,7 @@ class SAC(nn.Module):
 # speed: acting and both updates, gradients and optimizer included, become one compiled call each
 def compile_agent(agent: SAC) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
+    torch._dynamo.reset()  # what others have compiled in this process counts against a limit
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
     if torch.__version__.startswith("2.11"):
         torch._inductor.config.reorder_for_locality = False  # True moves reads past writes
@@ -499,6 +516,9 @@ def main(args: Args) -> Path:
     # speed: methods are replaced before the loop, which remains the baseline's
     if args.compile:
         compile_agent(agent)
+        # A missing compiler is found now, not when exploration has ended
+        zeros = torch.zeros(args.num_envs, obs_dim, device=device)
+        agent.act(zeros, torch.zeros(args.num_envs, action_dim, device=device))
     if args.cudagraphs and device.type == "cuda":
         capture_agent(agent, rb)
     elif args.cudagraphs:
@@ -574,11 +594,12 @@ def evaluate(agent: SAC, args: Args, video: Path) -> float:
     noise = torch.zeros(envs.action_space.shape, device=device)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
-    unseen = args.seed + 2**31  # not the states of training
+    seeds = np.random.SeedSequence(args.seed).generate_state(args.eval_episodes) >> 1
+    seeds = seeds.tolist()  # below 2**31, and not training's
     generators = random.getstate(), np.random.get_state()  # environments may draw from them
-    random.seed(unseen)
-    np.random.seed(unseen)
-    obs, _ = envs.reset(seed=unseen)
+    random.seed(seeds[0])
+    np.random.seed(seeds[0])
+    obs, _ = envs.reset(seed=seeds)
     for _ in range(50_000):  # an episode without end counts with its return so far
         inputs = torch.as_tensor(obs).to(noise)  # its type and device
         actions = SAC.act(agent, inputs, noise)  # agent.act may be compiled
@@ -628,8 +649,7 @@ class Stopwatch:
             self.events.append((self.current, event))
         if self.profiler:
             self.annotation.__exit__(None, None, None)
-            traced = torch.profiler.record_function("stopwatch:" + name)
-            self.annotation = nullcontext() if name == "untracked" else traced
+            self.annotation = torch.profiler.record_function("stopwatch:" + name)
             self.annotation.__enter__()
         self.current = name
 
@@ -664,12 +684,13 @@ class Stopwatch:
         self.stage(self.current)
         steps = self.steps - self.first_step
         seconds = self.last - self.start - self.seconds["evaluation"]
+        wall_seconds = self.last - self.born
         scale = self.iterations / max(self.samples, 1)  # a sample stands for so many iterations
         return {
-            "sps": self.steps / (self.last - self.born),
+            "sps": self.steps / wall_seconds,
             "sps_steady": self.warmup_seconds and steps / seconds,
             "warmup_seconds": self.warmup_seconds,
-            "wall_seconds": self.last - self.born,
+            "wall_seconds": wall_seconds,
             "env_steps": steps,
             "iterations": self.iterations,
             "seconds": seconds,
@@ -683,7 +704,8 @@ class Run:
 
     def __init__(self, args, device, steps_per_iteration, steady_after, **trace):
         """`steady_after`: environment steps from the first update until all is compiled."""
-        self.flags = dict(vars(args))  # as they were given: a loop may anneal them
+        # As they were given, for a loop may anneal them, and without NumPy's numbers
+        self.flags = json.loads(json.dumps(vars(args), default=np.generic.item))
         self.steps_per_iteration = steps_per_iteration
         self.checkpoint = load_checkpoint(args.resume)
         self.start_step = self.step = self.checkpoint.get("global_step", 0)

@@ -91,7 +91,8 @@ def read_events(path: Path) -> list[dict]:
 def layer_of(category: str | None, name: str) -> str | None:
     """The field of seconds that an event adds to, or "stage", "overhead" or None."""
     if category == "user_annotation":
-        return "stage" if name.startswith((STAGE, ITERATION)) else None
+        stage = name.startswith((STAGE, ITERATION)) and name != STAGE + "untracked"
+        return "stage" if stage else None
     if category in ("cuda_runtime", "cuda_driver"):
         waits = re.search("Synchronize|Memcpy(?!.*Async)", name)
         return "cuda_wait_s" if waits else "cuda_launch_s"

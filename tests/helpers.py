@@ -36,6 +36,11 @@ def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def evaluation_seeds(seed: int, episodes: int) -> list[int]:
+    """Numbers below 2**31, all others for another seed."""
+    return [int(x) // 2 for x in np.random.SeedSequence(seed).generate_state(episodes)]
+
+
 def assert_same(one, other, path="checkpoint", tolerance=0.0):
     """Equal through dicts, lists and tensors; the error names the place."""
     assert type(one) is type(other), path

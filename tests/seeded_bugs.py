@@ -254,8 +254,8 @@ BUGS = [
     # Evaluation
     Bug(
         f"leanrl/sac_continuous_*.py {TD3} {CONTINUOUS} {CARTPOLE}",
-        "unseen = args.seed + 2**31",
-        "unseen = args.seed",
+        "np.random.SeedSequence(args.seed).generate_state(args.eval_episodes) >> 1",
+        "args.seed + np.arange(args.eval_episodes)",
         "test_sac.py::test_evaluation_is_the_mean_action_in_fixed_episodes",
     ),
     Bug(
@@ -713,6 +713,24 @@ BUGS = [
         'obs = infos["final_obs"].clone()',
         'obs = infos["final_obs"]',
         "test_mujoco.py::test_observations_are_copies",
+    ),
+    Bug(
+        MUJOCO,
+        "            self.starts = []\n            for",
+        "            for",
+        "test_mujoco.py::test_resets_are_gymnasiums_and_seeds_decide",
+    ),
+    Bug(
+        MUJOCO,
+        "        mujoco.mj_setConst(env.model, env.data)\n",
+        "",
+        "test_mujoco.py::test_fields_and_their_ranges_are_chosen_and_evaluations_have_them",
+    ),
+    Bug(
+        MUJOCO,
+        "span = 1 - randomize, 1 + randomize",
+        "span = 1 - randomize / 2, 1 + randomize / 2",
+        "test_mujoco.py::test_each_world_has_a_model_of_its_own",
     ),
     Bug(
         MUJOCO,

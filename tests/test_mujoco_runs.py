@@ -16,6 +16,7 @@ import mujoco_worlds
 import numpy as np
 import pytest
 import torch
+from helpers import evaluation_seeds
 from mujoco_worlds import MuJoCoWorlds
 from test_cartpole import in_tmp_path, read_checkpoint  # noqa: F401
 from test_mujoco import ALL_SCRIPTS, CPU, SCRIPTS, name_of, sac_baseline, sac_variant, spaces
@@ -720,15 +721,10 @@ def test_a_policy_does_not_see_what_is_for_its_critic(module):
     assert torch.equal(changed[0], actions) and (changed[1] != values).all()
 
 
-def own_seeds(seed, episodes):
-    """Numbers below 2**31, all others for another seed."""
-    return [int(x) // 2 for x in np.random.SeedSequence(seed).generate_state(episodes)]
-
-
 def own_evaluation(agent, env_id, episodes, seed):
     """The mean return of single environments with what the policy's mean does in them."""
     returns = []
-    for own in own_seeds(seed, episodes):
+    for own in evaluation_seeds(seed, episodes):
         env = gym.make(env_id)
         (obs, _), ended, total = env.reset(seed=own), False, 0.0
         while not ended:
@@ -822,8 +818,8 @@ def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, tm
         assert [each["seed"] for each in made if "render_mode" not in each] == seeds[-1][film:]
         films = [each["seed"] for each in made if "render_mode" in each]
         assert films == seeds[-1][:film]
-    assert seeds == 3 * [own_seeds(5, 6)]
-    assert not set(own_seeds(5, 6)) & set(own_seeds(6, 6)) and max(seeds[0]) < 2**31
+    assert seeds == 3 * [evaluation_seeds(5, 6)]
+    assert not set(evaluation_seeds(5, 6)) & set(evaluation_seeds(6, 6)) and max(seeds[0]) < 2**31
     assert len(list((tmp_path / "video").glob("*.mp4"))) == 1
     torch.testing.assert_close(whole_state(agent), before, atol=0, rtol=0)
     assert torch.equal(torch.get_rng_state(), generator)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import CPU, SMALL, read_checkpoint, read_scalars, script, train
+from helpers import CPU, SMALL, evaluation_seeds, read_checkpoint, read_scalars, script, train
 
 from leanrl import sac_continuous_action as baseline
 from leanrl import sac_continuous_action_torchcompile as variant
@@ -536,9 +536,9 @@ def test_evaluation_is_the_mean_action_in_fixed_episodes(module):
     torch.manual_seed(0)
     agent = module.SAC(args, 3, gym.spaces.Box(-2, 2, (1,), np.float32), CPU)
     returns = []
-    for episode in range(3):
+    for seed in evaluation_seeds(4, 3):
         env = gym.make("Pendulum-v1")
-        obs, _ = env.reset(seed=4 + 2**31 + episode)
+        obs, _ = env.reset(seed=seed)
         total, truncated = 0.0, False
         while not truncated:
             mean, _ = agent.actor.network(torch.tensor(obs))
@@ -573,12 +573,13 @@ def test_every_episode_of_an_evaluation_counts_once():
     """Short episodes must not be favoured: the first of each environment, however long."""
     gym.register("Uneven-v0", entry_point=lambda **_: Uneven())
     try:
-        args = baseline.Args(env_id="Uneven-v0", eval_episodes=4, seed=-(2**31))
+        args = baseline.Args(env_id="Uneven-v0", eval_episodes=12, seed=3)
         agent = baseline.SAC(args, 1, gym.spaces.Box(-1, 1, (1,), np.float32), CPU)
         found = baseline.evaluate(agent, args, None)
     finally:
         gym.registry.pop("Uneven-v0")
-    assert found == np.mean([5, 9, 21, 41])
+    lengths = [5 + 4 * (seed % 4) ** 2 for seed in evaluation_seeds(3, 12)]
+    assert found == pytest.approx(np.mean(lengths)) and set(lengths) == {5, 9, 21, 41}
 
 
 class Endless:
