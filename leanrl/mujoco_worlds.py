@@ -623,13 +623,13 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         """
         options = options or {}
         s = self.state
+        mask = torch.as_tensor(options.get("reset_mask", True), device=s.steps.device)
+        mask = mask.expand(self.num_envs)
         if seed is not None:
             self.generator.manual_seed(seed)
             self.starts = []
             for name in self.task.memory:
-                getattr(s, name).zero_()
-        mask = torch.as_tensor(options.get("reset_mask", True), device=s.steps.device)
-        mask = mask.expand(self.num_envs)
+                getattr(s, name).masked_fill_(mask[:, None], 0)
         self.begin(mask)
         self.first_obs(mask, self.look())
         if options.get("stagger"):

@@ -201,15 +201,15 @@ def test_the_joystick_trains_a_policy_that_sees_sensors_alone(
     assert np.isfinite(read_scalars(run_dir)["charts/eval_return"][-1][1])
     weights = torch.load(run_dir / "checkpoint.pt")["agent"]
     first = next(x for name, x in weights.items() if re.match(r"(model\.)?actor.*weight", name))
-    assert first.shape[1] == 33
+    assert first.shape[1] == 35
     envs = gym.make_vec("AntJoystick-v0", num_envs=4)
     agent = (module.PPO if script[0] == "p" else module.SAC)(module.Args(**flags), envs, CPU)
     agent.load_state_dict(weights)
-    obs, noise = torch.randn(4, 39), torch.zeros(4, 8)
+    obs, noise = torch.randn(4, 66), torch.zeros(4, 8)
     acted = agent.act(obs, noise)
-    obs[:, 33:] += 1
+    obs[:, 35:] += 1
     torch.testing.assert_close(agent.act(obs, noise), acted)
-    obs[:, :33] += 1
+    obs[:, :35] += 1
     with pytest.raises(AssertionError):
         torch.testing.assert_close(agent.act(obs, noise), acted)
 

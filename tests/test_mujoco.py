@@ -287,6 +287,7 @@ def test_resets_are_gymnasiums_and_seeds_decide(env_id):
         firsts.append(each.step(np.zeros(each.action_space.shape))[0])
     assert torch.equal(*firsts) and not torch.equal(firsts[0], obs)
     assert not torch.equal(firsts[0], again.reset()[0])  # without a seed it goes on
+    assert torch.equal(again.reset(seed=3, options=late)[0], obs)
 
 
 def test_episodes_begin_by_a_mask():
@@ -331,6 +332,8 @@ def test_each_world_has_a_model_of_its_own(physics):
     assert set(factors) == set(usual)
     for factor in factors.values():
         assert ((0.5 <= factor) & (factor <= 1.5)).all() and factor.unique().numel() > 3
+    masses = mujoco_worlds.draw_factors(env.model, 1000, 0.5, 7)["body_mass"]
+    assert 0.5 <= masses.min() < 0.51 and 1.49 < masses.max() <= 1.5
     assert torch.equal(factors["body_inertia"][:, :, 0], factors["body_mass"])
     expected = torch.from_numpy(usual["body_mass"]) * factors["body_mass"]
     torch.testing.assert_close(field_of(worlds.physics, "body_mass"), expected.float())
@@ -381,6 +384,10 @@ def test_fields_and_their_ranges_are_chosen_and_evaluations_have_them():
     ]
     assert (dampings[0] == dampings[1]).all() and (dampings[0] != dampings[2]).any()
     assert (dampings[0][3:] >= 2 * usual[3:]).all()
+    model = gym.make("worlds/Hopper-v5", randomize=0.5).unwrapped.model
+    assert model.body_subtreemass[0] == pytest.approx(model.body_mass.sum())
+    shares = model.body_mass[1:] / envs.model.body_mass[1:]
+    assert 0.5 <= shares.min() < shares.max() <= 1.5
     with pytest.raises(ValueError, match="^randomize: mass is no field"):
         make_envs("Hopper-v5", 2, randomize={"mass": (1, 2)})
 
@@ -408,11 +415,16 @@ def test_what_a_user_gets_wrong_is_named():
 
 def test_callbacks_of_the_host_program_stay():
     kind = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
-    own = kind(lambda model, data, i: 1.0)
+    own = kind(lambda model, data, i: 7.0)
+    user = '<general joint="slide" gaintype="user" ctrlrange="-1 1"/>'
+    model = mujoco.MjModel.from_xml_string(CART.format(user))
+    data = mujoco.MjData(model)
+    data.ctrl[0] = 1
     mujoco.set_mjcb_act_gain(own)
     try:
         make_envs(num_envs=2)
-        assert mujoco.get_mjcb_act_gain() is own
+        mujoco.mj_forward(model, data)
+        assert data.actuator_force[0] == 7
     finally:
         mujoco.set_mjcb_act_gain(None)
 

@@ -1,7 +1,8 @@
 """A task of one's own: an ant that is steered by a joystick, on mujoco_worlds.py.
 
     PYTHONPATH=leanrl/tasks python leanrl/ppo_mujoco_worlds_torchcompile.py --compile \
-        --env-id joystick:AntJoystick-v0 --randomize 0.2 --eval-every 500000
+        --env-id joystick:AntJoystick-v0 --randomize 0.2 --num-steps 64 --desired-kl 0.02 \
+        --total-timesteps 4000000 --eval-every 250000
 
 The command is a speed forward, 0 to 2 m/s, and a rate of turning, -1 to 1 rad/s; it changes every
 three seconds. The policy sees what a robot's sensors tell, with errors: velocities, which way is
