@@ -2,8 +2,6 @@
 
 import atexit
 import gc
-import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -21,16 +19,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr or ""):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # others compare with the CPU; -m gpu runs those
     # an agent that is collected during another one's capture would end it; see torch.cuda.graph
     torch.compiler.config.force_cudagraph_gc = True
     # Files of a second are read in the order of their numbers as text, where 10 is before 9
     event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if started in the background
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and so by what tests start
-    config.addinivalue_line("markers", "slow: takes minutes; runs with --slow")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -39,6 +33,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="runs with --slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(request, monkeypatch):
+    """But for the tests of one: others compare with the CPU, also in processes that they start."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)
