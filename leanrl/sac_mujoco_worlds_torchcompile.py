@@ -567,8 +567,12 @@ def main(args: Args) -> Path:
         obs = next_obs
         episode = infos["episode"]
         known = infos["_episode"] & episode["r"].isfinite()  # the first are NaN
-        numbers = torch.stack([episode["r"], episode["l"], torch.ones_like(rewards)])
-        totals += numbers.where(known, 0).sum(dim=1)
+        numbers = [
+            episode["r"],
+            episode["l"],
+            torch.ones_like(rewards),
+        ]
+        totals += torch.stack(numbers).where(known, 0).sum(dim=1)
         run.step += args.num_envs
         run.tick()
 

@@ -256,7 +256,7 @@ def test_differing_hunks_are_marked():
 @SCRIPTS
 def test_main_does_what_it_says(module, monkeypatch):
     """A whole run beside the account of the games that it plays."""
-    pools, acts, rollouts, epochs = [], [], [], []
+    pools, acts, drawn, rollouts, epochs = [], [], [], [], []
     act, prepare, learn = module.PQN.act, module.PQN.prepare, module.PQN.learn
 
     def make(*arguments, **options):
@@ -266,6 +266,8 @@ def test_main_does_what_it_says(module, monkeypatch):
     def watched_act(self, obs, explores, random_actions):
         found = act(self, obs, explores, random_actions)
         acts.append((len(obs), explores.clone(), found[0].clone()))
+        if len(obs) == ENVS:
+            drawn.append(random_actions.clone())
         return found
 
     def watched_prepare(self, rollout, last_values):
@@ -309,6 +311,8 @@ def test_main_does_what_it_says(module, monkeypatch):
         torch.testing.assert_close(rollout["values"], values, atol=1e-5, rtol=1e-5)
     explored = torch.stack([explores for count, explores, _ in acts if count == ENVS])
     assert explored[:10].float().mean() > 0.7 and explored[40:].float().mean() < 0.15
+    drawn = torch.stack(drawn)
+    assert (drawn[1:] == drawn[:-1]).all(dim=1).float().mean() < 0.2, "each step draws its own"
     explored = torch.stack([explores for count, explores, _ in acts if count == 5])
     assert explored.float().mean() < 0.1, "evaluations explore with end_e"
     assert len(epochs) == 2 * ROLLOUTS == len({tuple(order) for *_, order in epochs})

@@ -148,7 +148,7 @@ def test_the_table_is_worked_out_by_hand(tmp_path):
     assert race.moments(7) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert race.moments(30)[-4:] == [24, 26, 28, 30] and race.moments(40)[-3:] == [30, 35, 40]
     runs = []
-    for seed, values in ((1, [1000, 5000, 9000]), (2, [2000, 4000, 7000])):
+    for seed, values in ((1, [1000, 8500, 9000]), (2, [2000, 4000, 7000])):
         rows = list(zip([1.02, 5.1, 10.2], [10, 50, 100], values, strict=True))
         run = {"entrant": "TD3", "task": "HalfCheetah-v5", "seed": seed, "evaluations": rows}
         machine = {"cpu": {"vectors": ("AVX512", "AVX2")[seed - 1]}}
@@ -165,9 +165,9 @@ def test_the_table_is_worked_out_by_hand(tmp_path):
             "TD3",
             "AVX512, AVX2",
             "2",
-            "4,500 (4,000 to 5,000)",
+            "6,250 (4,000 to 8,500)",
             "8,000 (7,000 to 9,000)",
-            "8,000: 10.2 (1 of 2)",
+            "8,000: 5.1 (1 of 2)",
         ],
         ["Ant-v5", "SAC", "AVX2", "1", "3,600", "-", "3,500: 1.0"],
     ]

@@ -2,7 +2,7 @@
 
     PYTHONPATH=leanrl/tasks python leanrl/ppo_mujoco_worlds_torchcompile.py --compile \
         --env-id joystick:AntJoystick-v0 --randomize 0.2 --num-steps 64 --desired-kl 0.02 \
-        --total-timesteps 4000000 --eval-every 250000
+        --total-timesteps 3000000 --eval-every 250000
 
 The command is a speed forward, 0 to 2 m/s, and a rate of turning, -1 to 1 rad/s; it changes every
 three seconds. The policy sees what a robot's sensors tell, with errors: velocities, which way is

@@ -1,6 +1,6 @@
 """The ant of leanrl/tasks/joystick.py: how it learns to follow a joystick, and a film of it.
 
-    python plots/measure/joystick.py --steps 4000000        files in plots/out/
+    python plots/measure/steering.py                        files in plots/out/
 
 PPO on worlds, the variant with --compile, learns the task in randomized worlds. Then the last
 checkpoint plays in randomized worlds that it has not seen, by the mean action: how far the means
@@ -93,20 +93,20 @@ def film(checkpoint: Path, path: Path) -> None:
     from PIL import Image, ImageDraw, ImageFont
 
     act, envs = load(checkpoint, 1)
-    envs.task.advance = lambda s, generator: None  # neither pushes nor commands of its own
-    obs, _ = envs.reset(seed=3)
+    envs.reset(seed=3)
     font = ImageFont.load_default(16)
     pictures = []
     for step in range(len(COMMANDS) * STEPS_EACH):
         command = COMMANDS[step // STEPS_EACH]
-        envs.state.command.copy_(torch.tensor([command]))
-        obs, *_ = envs.step(act(envs.look()))
+        envs.state.command.copy_(torch.tensor([command]))  # instead of the task's
+        envs.state.qfrc_applied.zero_()  # nobody pushes
+        envs.step(act(envs.look()))
         if step % round(1 / envs.dt / FRAMES_PER_SECOND) == 0:
-            picture = Image.fromarray(envs.render()[0]).resize((320, 320))
+            picture = Image.fromarray(envs.render()[0]).resize((280, 280))
             draw = ImageDraw.Draw(picture)
-            now = measured(envs)[0].tolist()
+            now = envs.state.smooth[0, ::2].tolist()  # means of half a second
             for y, (word, row) in enumerate((("command", command), ("ant", now))):
-                said = f"{word:8} {row[0]:+.1f} m/s forward, {row[1]:+.1f} rad/s turning"
+                said = f"{word}: {row[0]:.1f} m/s, {row[1]:+.1f} rad/s"
                 draw.text((8, 6 + 20 * y), said, "white", font, stroke_width=2, stroke_fill="black")
             pictures.append(picture)
     palette = pictures[0].quantize(64)
@@ -135,7 +135,7 @@ def draw(record: dict, stem: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = run_dirs.make_parser(__doc__, "--out", "--steps")
-    parser.set_defaults(steps=4_000_000)
+    parser.set_defaults(steps=3_000_000)
     options = parser.parse_args(arguments)
     os.environ["PYTHONPATH"] = str(run_dirs.ROOT / "leanrl/tasks")
     rollout = 64 * 64
