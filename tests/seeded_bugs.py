@@ -850,7 +850,7 @@ BUGS = [
     ),
     Bug(
         REGION,
-        "self.flags = dict(vars(args))",
+        "self.flags = json.loads(json.dumps(vars(args), default=np.generic.item))",
         "self.flags = vars(args)",
         "test_resume.py::test_what_a_copy_adds_and_anneals",
     ),

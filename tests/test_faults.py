@@ -178,27 +178,15 @@ def test_numpy_numbers_are_settings_like_others(module):
     assert read_checkpoint(run_dir)["global_step"] == 400
 
 
-VARIANTS = pytest.mark.parametrize(
-    "module", [importlib.import_module(f"leanrl.{name}") for name in NAMES[1::2]], ids=NAMES[1::2]
-)
-
-
-@VARIANTS
-def test_a_tenth_agent_of_a_process_is_compiled(module, monkeypatch):
-    """Each has another shape, which Dynamo counts against a limit."""
+def test_a_tenth_agent_of_a_process_is_compiled(monkeypatch):
+    """Each has another shape, which Dynamo counts against a limit of eight."""
+    module = importlib.import_module("leanrl.sac_continuous_action_torchcompile")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     box = gym.spaces.Box(-1, 1, (2,), np.float32)
     for obs_dim in range(1, 11):
-        if hasattr(module, "PPO"):
-            agent = module.PPO(module.Args(), obs_dim, 2, CPU)
-            shapes, index = ((obs_dim,), (2,), (), (), (), ()), torch.arange(8)
-        else:
-            kind = module.SAC if hasattr(module, "SAC") else module.TD3
-            agent = kind(module.Args(), obs_dim, box, CPU)
-            shapes, index = ((obs_dim,), (2,), (obs_dim,), (), ()), torch.randn(8, 2)
+        agent = module.SAC(module.Args(), obs_dim, box, CPU)
         module.compile_agent(agent)
-        update = getattr(agent, "update_critic", agent.update)
-        update(module.Batch(*(torch.randn(8, *shape) for shape in shapes)), index)
+        assert agent.act(torch.randn(8, obs_dim), torch.randn(8, 2)).shape == (8, 2)
 
 
 @pytest.mark.parametrize("name", NAMES[1:4:2])

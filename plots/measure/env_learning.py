@@ -243,7 +243,7 @@ def solved(row: dict) -> str:
     if not found:
         return "never"
     some = f", {row['solved']} of {row['runs']}" if row["solved"] < row["runs"] else ""
-    return f"{found['median']:.4g} ({found['min']:.4g} to {found['max']:.4g}{some})"
+    return f"{found['median']:.1f} ({found['min']:.1f} to {found['max']:.1f}{some})"
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
