@@ -60,14 +60,17 @@ class Task:
     s.actions (N, A), the last ones; s.steps (N,), of the episode so far; s.speed (N,), in m/s, of
     `position`; in `reward` also s.terminated (N,); and what `memory` names. Actions, steps and
     speed are 0 where an episode begins.
+
+    `memory` is {name: width} of tensors (N, width) that last from step to step, zeros at first. Two
+    names are MuJoCo's: xfrc_applied and qfrc_applied are forces that act in the next step, and end
+    with the episode.
     """
 
     model: str  # an MJCF file beside the task's own, or one of Gymnasium's
     frame_skip = 1  # steps of MuJoCo per step of the environment
     max_steps = 1000  # of an episode, which is truncated then
     reads = ()  # fields of mujoco.MjData, besides qpos and qvel
-    memory = {}  # {name: width} of tensors (N, width) that last, zeros at first. xfrc_applied and
-    # qfrc_applied are forces that act in the next step, and end with the episode
+    memory = {}  # what lasts from step to step
     noise = 0.0  # of qpos and qvel where an episode begins: uniform, up to that much
     normal_velocities = False  # its noise of qvel is normal instead
 
@@ -315,7 +318,8 @@ class Pusher(Task):
 
 def load_model(task):
     """The task's MjModel; ValueError where actuators have no bounds."""
-    module = sys.modules[type(task).__module__]
+    owners = [kind for kind in type(task).__mro__ if "model" in vars(kind)]
+    module = sys.modules[(owners or [type(task)])[0].__module__]
     path = Path(getattr(module, "__file__", ".")).parent / task.model
     if not path.exists():
         path = Path(gymnasium_mujoco.__file__).parent / "assets" / task.model
@@ -338,8 +342,8 @@ def draw_factors(model, num_envs, randomize, seed):
     for name, (low, high) in randomize.items():
         if not isinstance(getattr(model, name, None), np.ndarray):
             raise ValueError(f"randomize: {name} is no field of mujoco.MjModel")
-        rows = 1 if name == "geom_friction" else len(getattr(model, name))  # a contact takes the
-        # larger friction of its two geoms: all of a world have the same factor
+        # A contact takes the larger friction of its two geoms: all of a world have one factor
+        rows = 1 if name == "geom_friction" else len(getattr(model, name))
         uniform = torch.rand(num_envs, rows, generator=generator, dtype=torch.float64)
         for each in (name, *COUPLED.get(name, ())):
             more = (1,) * (getattr(model, each).ndim - 1)

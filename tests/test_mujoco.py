@@ -633,6 +633,12 @@ def test_a_model_is_found_beside_its_task(tmp_path, monkeypatch, register):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/slow.py").write_text(
+        "import mujoco_worlds, rails\n\n\nclass Slow(rails.Rails):\n    frame_skip = 9\n\n\n"
+        "mujoco_worlds.register('Slow-v0', Slow())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    assert gym.make_vec("slow:Slow-v0", num_envs=2).dt == pytest.approx(0.09)
     envs = gym.make_vec("rails:Rails-v0", num_envs=2)
     assert envs.reset(seed=0)[0].shape == (2, 2) and gym.make("rails:Rails-v0").reset(seed=0)
     # a motor without bounds would have an action space of [0, 0]
