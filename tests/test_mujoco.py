@@ -9,6 +9,8 @@ import importlib.util
 import inspect
 import linecache
 import math
+import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +22,7 @@ import mujoco_worlds
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from gymnasium.utils.env_checker import check_env
 from mujoco_worlds import MuJoCoWorlds, Task, join
 from test_cartpole import in_tmp_path, read_checkpoint  # noqa: F401
@@ -621,6 +624,31 @@ def test_one_world_is_an_environment_of_gymnasiums(register, cart):
         _, rewards, _, ends, infos = envs.step(action[None])
         assert obs == infos["final_obs"].numpy()[0] and reward == rewards.item()
         assert not terminated and truncated == ends.item() == (step == 1000)
+
+
+DRAWING = """
+import gymnasium as gym, mujoco, mujoco_worlds, numpy as np, sys
+try:
+    mujoco.GLContext(9, 9).make_current()
+except Exception as problem:
+    sys.exit(f"no OpenGL: {problem}")
+envs = gym.make_vec("worlds/Ant-v5", num_envs=3)
+envs.reset(seed=1)
+one, other = envs.render(worlds=(0, 2))
+assert one.shape == other.shape == (480, 480, 3) and one.dtype == np.uint8
+assert one.std() > 9 and (one != other).any()
+assert (gym.make("worlds/Ant-v5", render_mode="rgb_array").unwrapped.dt) == envs.dt
+"""
+
+
+def test_worlds_are_drawn():
+    """Those that are asked for; MuJoCo chooses its OpenGL when it is imported."""
+    environment = os.environ | {"MUJOCO_GL": "egl", "PYTHONPATH": str(ROOT / "leanrl")}
+    command = [sys.executable, "-c", DRAWING]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    if "no OpenGL: " in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_is_found_beside_its_task(tmp_path, monkeypatch, register):
