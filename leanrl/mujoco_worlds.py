@@ -658,10 +658,12 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         else:
             rewards, terminated, truncated, infos = self.settle()
         ended = infos["_episode"]
-        obs = infos["final_obs"].clone()
+        obs = infos["final_obs"]
         if self.autoreset and (self.on_warp or ended.any()):
             self.begin(ended)
             obs = self.first_obs(ended, obs)
+        else:
+            obs = obs.clone()
         self.count += 1
         if self.count & (self.count - 1) == 0 and self.overflows():  # now and then: it waits
             warnings.warn("nconmax, njmax: there is no room for some contacts", stacklevel=2)

@@ -126,7 +126,7 @@ STEADY_AFTER = 3  # rollouts; a variant has compiled and captured all by then
 
 
 class Copying(gym.Wrapper):
-    """Keeps arrays of the environment from being kept: some change what they have returned."""
+    """Copies what the environment returns: some change it later, in place."""
 
     def reset(self, **options):
         obs, info = self.env.reset(**options)

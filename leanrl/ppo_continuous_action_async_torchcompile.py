@@ -187,7 +187,7 @@ class NormalizedVectorEnv(gym.vector.VectorEnv):
 
 
 class Copying(gym.Wrapper):
-    """Keeps arrays of the environment from being kept: some change what they have returned."""
+    """Copies what the environment returns: some change it later, in place."""
 
     def reset(self, **options):
         obs, info = self.env.reset(**options)

@@ -103,7 +103,7 @@ LOG_STD_MAX = 2.0
 
 
 class Copying(gym.Wrapper):
-    """Keeps arrays of the environment from being kept: some change what they have returned."""
+    """Copies what the environment returns: some change it later, in place."""
 
     def reset(self, **options):
         obs, info = self.env.reset(**options)

@@ -99,7 +99,7 @@ STEADY_AFTER = 50  # updates of each kind; a variant has compiled and captured a
 
 
 class Copying(gym.Wrapper):
-    """Keeps arrays of the environment from being kept: some change what they have returned."""
+    """Copies what the environment returns: some change it later, in place."""
 
     def reset(self, **options):
         obs, info = self.env.reset(**options)

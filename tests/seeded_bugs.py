@@ -710,8 +710,8 @@ BUGS = [
     ),
     Bug(
         MUJOCO,
-        'obs = infos["final_obs"].clone()',
-        'obs = infos["final_obs"]',
+        "            obs = obs.clone()\n",
+        "            pass\n",
         "test_mujoco.py::test_observations_are_copies",
     ),
     Bug(

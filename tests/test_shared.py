@@ -24,6 +24,7 @@ FUNCTIONS = [  # the beginning of a script's name, and what all of them share th
     (r"sac_", "critic_loss actor_loss alpha_loss"),
     (r"sac_continuous", "Actor"),  # on worlds it sees only the first part of an observation
     (r"(sac|td3)_continuous", "make_envs"),
+    (r"(sac|td3|ppo)_continuous", "Copying"),
     (r"ppo_", "mlp compute_gae policy_loss value_loss explained_variance"),
     (r"ppo_(atari|cartpole)", "ppo_loss"),  # of a categorical policy
     (r"ppo_(continuous|mujoco)", "gaussian_log_prob"),  # of a Gaussian one

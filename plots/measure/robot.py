@@ -143,6 +143,14 @@ def play(task: str, checkpoint: Path) -> tuple[list[np.ndarray], float]:
     return pictures, total
 
 
+def save_film(pictures: list, path: Path, frames_per_second: int) -> None:
+    """Pillow's images as a GIF of 64 colours, those of the last one."""
+    palette = pictures[-1].quantize(64)
+    first, *others = [picture.quantize(palette=palette, dither=0) for picture in pictures]
+    duration = 1000 // frames_per_second
+    first.save(path, save_all=True, append_images=others, duration=duration, loop=0, optimize=True)
+
+
 def shoot(robots: list[dict], path: Path) -> None:
     """The film: a row per robot, a column per shot, which learns what its episode returned."""
     from PIL import Image, ImageDraw, ImageFont
@@ -164,11 +172,7 @@ def shoot(robots: list[dict], path: Path) -> None:
                     (8, 6), said, "white", font, stroke_width=2, stroke_fill="black"
                 )
                 sheet.paste(panel, (width * column, height * row))
-    palette = sheets[-1].quantize(64)
-    frames = [sheet.quantize(palette=palette, dither=Image.Dither.NONE) for sheet in sheets]
-    first, *others = frames
-    duration = 1000 // FRAMES_PER_SECOND
-    first.save(path, save_all=True, append_images=others, duration=duration, loop=0, optimize=True)
+    save_film(sheets, path, FRAMES_PER_SECOND)
 
 
 def try_to_shoot(record: Path) -> str:

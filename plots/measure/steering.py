@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import processes
+import robot
 import run_dirs
 
 SCRIPT = "ppo_mujoco_worlds_torchcompile"
@@ -109,10 +110,7 @@ def film(checkpoint: Path, path: Path) -> None:
                 said = f"{word}: {row[0]:.1f} m/s, {row[1]:+.1f} rad/s"
                 draw.text((8, 6 + 20 * y), said, "white", font, stroke_width=2, stroke_fill="black")
             pictures.append(picture)
-    palette = pictures[0].quantize(64)
-    frames = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
-    options = {"append_images": frames[1:], "duration": 1000 // FRAMES_PER_SECOND, "loop": 0}
-    frames[0].save(path, save_all=True, optimize=True, **options)
+    robot.save_film(pictures, path, FRAMES_PER_SECOND)
 
 
 def draw(record: dict, stem: Path) -> None:
