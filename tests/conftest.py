@@ -1,11 +1,13 @@
 """Shared by all tests: the scripts as modules, the markers `slow` and `gpu`, the flag --slow."""
 
 import atexit
+import functools
 import gc
 import signal
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
@@ -95,3 +97,25 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def smooth(tmp_path, monkeypatch):
+    """The id of `helpers.Smooth`, whose runs go to tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    gym.register("Smooth-v0", entry_point="helpers:Smooth")
+    yield "Smooth-v0"
+    gym.registry.pop("Smooth-v0")
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request, monkeypatch):
+    """What runs compiled functions: the operations that were traced, or code generated for them.
+
+    Generating it takes half a minute of the compiler's time for a script.
+    """
+    compiler = functools.partial(torch.compile, backend=request.param)
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return request.param

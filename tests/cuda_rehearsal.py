@@ -2,7 +2,7 @@
 
     python tests/cuda_rehearsal.py leanrl/sac_continuous_action_torchcompile.py --cudagraphs
     python tests/cuda_rehearsal.py --backend aot_eager SCRIPT --compile --cudagraphs
-    python tests/cuda_rehearsal.py -m pytest tests/test_td3.py -m gpu
+    python tests/cuda_rehearsal.py -m pytest tests/test_parity.py -m gpu
 
 Tensors "on CUDA" are CPU tensors whose storage carries a mark, which `device`, `is_cuda`, `to` and
 `numpy` follow. A dispatch mode sees every operator: it marks results, refuses tensors in different

@@ -38,12 +38,14 @@ def machine(load=0.5):
 
 
 def stages(steady, warmup=4.0, steps=1000):
-    """A stages.json without stages: `steps` in 20 seconds, `steady` steps per second at last."""
+    """A stages.json of empty stages: `steps` in 20 s, at last `steady` steps per second."""
     return {
         "sps": steps / 20,
         "sps_steady": steady,
         "warmup_seconds": warmup,
         "wall_seconds": 20.0,
+        "env_steps": 100,
+        "stages": {"simulation": 0.0},
     }
 
 
@@ -69,6 +71,15 @@ def usage(*rows, first=900):
         found.append(("charts/cpu_seconds", first + i - 1, second, spent))
         if any(len(row) > 2 for row in rows):
             found.append(("charts/gpu_percent", first + i - 1, second, percent[0]))
+    return found
+
+
+def learning(seed=1, speed=1, count=20):
+    """Events of a run: `count` returns, the k-th of k times the seed after k / speed seconds."""
+    found = [("charts/SPS", 0, 0, 0.0)]
+    for k in range(1, count + 1):
+        found.append(("charts/episodic_return", 50 * k, k / speed, float(k * seed)))
+        found.append(("charts/SPS", 50 * k, k / speed, 50.0 * speed))
     return found
 
 
@@ -126,6 +137,10 @@ def write_trace(path, events):
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode(), 1))
 
 
+def read_record(stem):
+    return json.loads(stem.with_name(f"{stem.name}.json").read_text())
+
+
 def write_events(path, rows):
     """TensorBoard files in `path` from (tag, step, seconds since the start, value)."""
     from torch.utils.tensorboard import SummaryWriter
@@ -147,6 +162,15 @@ def make_run(folder, number, config, stages, events=None):
     if events:
         write_trace(path / "trace.json.gz", events)
     return path
+
+
+def add_part(path, before, found, **args):
+    """What --resume adds to the run in `path` after `before` steps; `found` None: it was killed."""
+    made = json.loads((path / "config.json").read_text())
+    made["args"] |= {"resume": str(path)} | args
+    (path / f"config_{before}.json").write_text(json.dumps(made))
+    if found:
+        (path / f"stages_{before}.json").write_text(json.dumps(found))
 
 
 def make_traced_run(folder, number, config, stages=None, operators=2000):

@@ -1,11 +1,10 @@
 """One of the processes that torchrun starts for test_multigpu.py: a script, and what a test asks.
 
 Without torchrun, it starts two of them, faster: what both import is imported once.
-Its argument is JSON: `module`, `flags` of its Args, and of these what is wanted: `out`, a folder
-for what this process ends with; `strike`, [rank, method, call, signal], once: which process gets
-which signal in which call of `update`, or of `all_gather_object` at its end; `apart`, without
-averaging; `fake`, games of fake_games.py; `restarts`, the lengths of runs, of which torchrun
-restarts all but the first.
+Its argument is JSON: `module`; `flags` of its Args; `totals`, the lengths of runs, of which
+torchrun restarts all but the first; and of these what is wanted: `out`, a folder for what this
+process ends with; `fake`, games of fake_games.py; `strike`, [rank, method, call, signal], once:
+which process gets which signal in which call of `update`, or of `all_gather_object` at its end.
 """
 
 import importlib
@@ -24,21 +23,12 @@ from fake_games import FakeGames
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
-def main(
-    module: str,
-    flags: dict,
-    out: str = "",
-    strike: tuple = (-1, "", -1, 0),
-    apart: bool = False,
-    fake: bool = False,
-    restarts: tuple = (),
-):
+def main(module, flags, totals, out="", fake=False, strike=(-1, "", -1, 0)):
     script = importlib.import_module(f"leanrl.{module}")
     torch.set_default_dtype(torch.float64)  # in float32 even a run and itself drift apart
     rank, agents, counts, games, seeds, firsts = int(os.environ["RANK"]), [], [], [], [], []
     first, calls, run_dir = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", Counter(), None
-    init, update = script.PPO.__init__, script.PPO.update
-    average, gather = script.dist.all_reduce, script.dist.all_gather_object
+    init, update, gather = script.PPO.__init__, script.PPO.update, script.dist.all_gather_object
 
     def made(self, *arguments):
         init(self, *arguments)
@@ -67,14 +57,13 @@ def main(
         return FakeGames(env_id, num_envs, seed, **options)
 
     script.PPO.__init__, script.PPO.update = made, updated
+    script.dist.all_gather_object = gathered
     if fake:
         envpool.make_gymnasium = play
-    script.dist.all_reduce = (lambda values: None) if apart else average
-    script.dist.all_gather_object = gathered
-    if rank > 0 and restarts:  # which rank 0's are to replace
+    if rank > 0:  # which rank 0's are to replace
         flags |= {"seed": 99, "learning_rate": 0.1, "exp_name": "other"}
     try:
-        for restart, total in enumerate(restarts or [flags["total_timesteps"]]):
+        for restart, total in enumerate(totals):
             if restart:
                 os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
             run_dir = script.main(script.Args(**flags | {"total_timesteps": total}))

@@ -5,10 +5,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-import work_report
 from env_kernel import KernelCartPole
-
-CPU = torch.device("cpu")
+from helpers import CPU
 
 
 @pytest.mark.parametrize("work", [1, 5])
@@ -41,20 +39,19 @@ def test_all_arms_move_alike(work):
     assert ended.all()
 
 
-def test_growth_and_turning_points_by_hand(tmp_path):
+def test_growth_and_turning_points_by_hand():
     """a + b N seconds, a = 1e-4, b = 1e-6 for 1 substep, 16e-6 for 16: a / b is 100 and 6."""
     rows = []
     for work in (1, 16):
         for n in (1, 64, 4096):
             seconds = 1e-4 + work * 1e-6 * n
             rows.append({"arm": "tensors, CPU", "work": work, "num_envs": n, "seconds": [seconds]})
-    assert work_report.growth(rows, "tensors, CPU", 1) == pytest.approx(
+    assert env_work.growth(rows, "tensors, CPU", 1) == pytest.approx(
         np.log((1e-4 + 16e-6) / (1e-4 + 1e-6)) / np.log(16)
     )
-    assert work_report.growth(rows[:3], "tensors, CPU", 1) is None
+    assert env_work.growth(rows[:3], "tensors, CPU", 1) is None
     record = {"rows": rows, "skipped": {"kernel, TPB 256": "no CUDA device"}}
-    table = work_report.cells(record)
+    table = env_work.cells(record)
     assert [line[-2] for line in table[1:3]] == ["100", "6"]
     assert table[3][:2] == ["kernel, TPB 256", "skipped: no CUDA device"]
-    figure = work_report.draw(record)
-    assert len(figure.axes) == 4
+    assert len(env_work.draw(record).axes) == 4

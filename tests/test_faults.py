@@ -168,9 +168,9 @@ def test_bounds_that_no_policy_fills_are_named(module, low, high, said):
 # Settings, and processes that train more than once
 
 
-@SCRIPTS
-def test_numpy_numbers_are_settings_like_others(module):
+def test_numpy_numbers_are_settings_like_others():
     """In config.json and, to go on from, in the checkpoint."""
+    module = importlib.import_module(f"leanrl.{NAMES[0]}")
     run_dir = train(module, steps=np.int64(300), gamma=np.float32(0.5))
     args = json.loads((run_dir / "config.json").read_text())["args"]
     assert (args["total_timesteps"], args["gamma"]) == (300, 0.5)

@@ -1,14 +1,15 @@
-"""The anatomy of a script, and that what scripts share is the same to the letter.
+"""The form of a script: anatomy, flags, and that what scripts share is the same to the letter.
 
 A script joins by itself: by its name, and by having a function or class of a shared name. Baselines
 are compared with baselines and variants with variants; what a pair has in common is the business of
-assert_hunks_are_marked. It is also why the tests of one script need no repetition for the others.
+test_parity.py. It is also why the tests of one script need no repetition for the others.
 """
 
 import ast
 import dataclasses
 import difflib
 import importlib
+import inspect
 import re
 from functools import cache
 
@@ -72,44 +73,62 @@ def test_functions_and_classes(pattern, name):
 # Anatomy
 
 HEADINGS = ["Environment", "Networks", "Storage", "Losses", "Agent", "Training"]
-HEADINGS += ["What a reader may"]
-OF_WORLDS = [*HEADINGS[1:-1], "Evaluation"]  # whose environment is in a module of its own
+OF_WORLDS = [*HEADINGS[1:], "Evaluation"]  # whose environment is in a module of its own
+LAST = "What a reader may"
 
 
 @pytest.mark.parametrize("stem", SCRIPTS)
-def test_the_algorithm_comes_first_and_the_house_last(stem):
+def test_algorithm_comes_first(stem):
     text = SCRIPTS[stem]
-    headings = OF_WORLDS if "mujoco" in stem else HEADINGS
-    marks = ["class Args:", *(f"\n# {heading}" for heading in headings), "\n# >>> run: "]
-    marks += ["\n# <<< run <<<", '\n\nif __name__ == "__main__":\n    main(parse_args(Args))\n']
+    headings = OF_WORLDS if "mujoco" in stem else [*HEADINGS, LAST]
+    end = '\n\nif __name__ == "__main__":\n    main(parse_args(Args))\n'
+    marks = ["class Args:", *(f"\n# {heading}" for heading in headings)]
+    marks += ["\ndef evaluate(", "\n# >>> run: ", "\n# <<< run <<<", end]
     places = [text.find(mark) for mark in marks]
     assert min(places) > 0 and places == sorted(places), dict(zip(marks, places, strict=True))
-    assert text.endswith(marks[-1])
-    within = {"main": "Training", "evaluate": headings[-1]}
-    for name, heading in within.items():
-        assert text.index(f"\ndef {name}(") > text.index(f"\n# {heading}")
-    main = text[text.index("\ndef main(") + 1 : text.index(f"\n# {headings[-1]}")]
+    assert text.endswith(end)
+    training = text[text.index("\n# Training") : text.index(f"\n# {headings[-1]}")]
+    main = training[training.index("\ndef main(") + 1 :]
     limit = 96 + 23 * ("_torch" in stem) + 15 * any(x in stem for x in ("async", "multi", "mujoco"))
     assert main.rstrip().count("\n") < limit
 
 
+# Flags
+
+
+def load(stem: str):
+    if "atari" in stem:
+        pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
+    return importlib.import_module(f"leanrl.{stem}")
+
+
 @pytest.mark.parametrize("stem", SCRIPTS)
-def test_what_the_region_needs_is_imported_at_the_top_and_nothing_twice(stem):
-    """But wandb and moviepy, which are optional, where they are used."""
-    imported, late, region = [], [], SCRIPTS[stem].index("\n# >>> run: ")
-    for node in ast.walk(ast.parse(SCRIPTS[stem])):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            imported += [(alias.asname or alias.name) for alias in node.names]
-            if node.lineno > SCRIPTS[stem][:region].count("\n"):
-                late += [alias.name for alias in node.names]
-    assert len(imported) == len(set(imported)) and late == ["moviepy", "wandb"]
+def test_flags_are_explained(stem):
+    """By the comments behind the fields, which --help shows."""
+    args = load(stem).Args
+    said = re.findall(r"^    (\w+): .*?  # \w+", inspect.getsource(args), re.MULTILINE)
+    assert said == [field.name for field in dataclasses.fields(args)]
 
 
-# What is not CleanRL's
+@pytest.mark.parametrize("stem", SCRIPTS)
+def test_wrong_settings_are_refused_by_their_flag(stem):
+    args = load(stem).Args
+    names = {"gamma", "gae_lambda", "q_lambda", "tau"} & set(args.__dataclass_fields__)
+    wrong = [("total_timesteps", 1), *((name, x) for name in names for x in (-0.001, 1.001))]
+    assert len(wrong) > 2
+    for name, value in wrong:
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
+            args(**{name: value})
+
+
+# Defaults that are not CleanRL's
 
 ON_POLICY = {"anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True}
 ON_POLICY |= {"clip_vloss": True, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None}
 GAMES = {"learning_rate": 2.5e-4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+PQN = GAMES | {"total_timesteps": 10_000_000, "num_envs": 8, "anneal_lr": True, "gamma": 0.99}
+PQN |= {"max_grad_norm": 10.0, "start_e": 1.0, "end_e": 0.01, "exploration_fraction": 0.1}
+PQN |= {"q_lambda": 0.65}
 GAMES |= ON_POLICY | {"ent_coef": 0.01}
 ATARI = GAMES | {"total_timesteps": 10_000_000, "num_envs": 8, "clip_coef": 0.1}
 PPO = {"total_timesteps": 1_000_000, "learning_rate": 3e-4, "num_envs": 1, "num_steps": 2048}
@@ -118,10 +137,6 @@ OFF_POLICY = {"total_timesteps": 1_000_000, "num_envs": 1, "buffer_size": 1_000_
 OFF_POLICY |= {"tau": 0.005, "batch_size": 256, "policy_frequency": 2}
 SAC = OFF_POLICY | {"learning_starts": 5_000, "policy_lr": 3e-4, "q_lr": 1e-3, "alpha": 0.2}
 SAC |= {"target_network_frequency": 1, "autotune": True}
-PQN = {"learning_rate": 2.5e-4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
-PQN |= {"total_timesteps": 10_000_000, "num_envs": 8, "anneal_lr": True, "gamma": 0.99}
-PQN |= {"max_grad_norm": 10.0, "start_e": 1.0, "end_e": 0.01, "exploration_fraction": 0.1}
-PQN |= {"q_lambda": 0.65}
 TD3 = OFF_POLICY | {"learning_starts": 25_000, "learning_rate": 3e-4, "policy_noise": 0.2}
 TD3 |= {"exploration_noise": 0.1, "noise_clip": 0.5}
 COMMON = {"seed": 1, "torch_deterministic": True, "cuda": True, "track": False}
@@ -138,19 +153,15 @@ CLEANRL = {  # the defaults of its script of the same name or, for worlds and Ca
 
 
 @pytest.mark.parametrize("stem", SCRIPTS)
-def test_a_default_that_is_not_cleanrls_stands_in_the_docstring(stem):
+def test_defaults_unlike_cleanrls_are_in_the_docstring(stem):
     """As `name value`; nothing else is said to be a default. A variant's are its baseline's."""
-    if "atari" in stem:
-        pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
-    module = importlib.import_module(f"leanrl.{stem}")
-    defaults = {field.name: field.default for field in dataclasses.fields(module.Args)}
+    defaults = {field.name: field.default for field in dataclasses.fields(load(stem).Args)}
     (theirs,) = (table for start, table in CLEANRL.items() if stem.startswith(start))
     theirs = theirs | COMMON
-    missing = theirs.keys() - defaults.keys()
-    without = {"norm_adv", "clip_vloss", "target_kl"}
-    assert missing == (without if "ppo_mujoco" in stem else set())
-    theirs = {name: value for name, value in theirs.items() if name in defaults}
-    changed = {name: defaults[name] for name, value in theirs.items() if defaults[name] != value}
-    doc = importlib.import_module(f"leanrl.{stem.removesuffix('_torchcompile')}").__doc__
-    said = dict(re.findall(rf"\b({'|'.join(theirs)}) (True|False|None|[\d.,e-]*\d)", doc))
+    lacking = {"norm_adv", "clip_vloss", "target_kl"} if "ppo_mujoco" in stem else set()
+    assert theirs.keys() - defaults.keys() == lacking
+    names = theirs.keys() - lacking
+    changed = {name: defaults[name] for name in names if defaults[name] != theirs[name]}
+    doc = load(stem.removesuffix("_torchcompile")).__doc__
+    said = dict(re.findall(rf"\b({'|'.join(names)}) (True|False|None|[\d.,e-]*\d)", doc))
     assert {name: ast.literal_eval(x.replace(",", "")) for name, x in said.items()} == changed

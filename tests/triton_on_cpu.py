@@ -1,6 +1,6 @@
 """torch.compile gets Triton's code as for a GPU (sm_90), and Triton's interpreter runs it.
 
-    python -m pytest -p triton_on_cpu tests/test_cartpole.py::test_one_update_agrees
+    python tests/test_triton.py sac
 
 Inductor takes the CPU's tensors for those of a GPU and writes the kernels that a GPU would get; the
 interpreter runs them, block by block, in NumPy. Products and convolutions go to ATen, as on a GPU
@@ -38,45 +38,21 @@ BLOCKS = {  # of an axis: its name in size_hints, and the most that we take, whi
 launches = Counter()  # of each kernel, by its name
 ran = {}  # compiled function -> whether it has been called
 
-
-class Libdevice:
-    """Functions of NVIDIA's library that Inductor's code calls.
-
-    They look `tl` up in each call, since the interpreter puts its own functions there.
-    """
-
-    def tanh(x):
-        return 2 * tl.sigmoid(2 * x) - 1
-
-    def exp(x):
-        return tl.exp(x)
-
-    def log(x):
-        return tl.log(x)
-
-    def log1p(x):
-        return tl.log(1 + x)
-
-    def pow(x, y):
-        return tl.exp(y * tl.log(x))  # of what is above 0
-
-    def sqrt(x):
-        return tl.sqrt(x)
-
-    def rsqrt(x):
-        return 1 / tl.sqrt(x)
-
-    def sin(x):
-        return tl.sin(x)
-
-    def cos(x):
-        return tl.cos(x)
-
-    def isnan(x):
-        return x != x
-
-    def isinf(x):
-        return tl.abs(x) == float("inf")
+# Functions of NVIDIA's library that Inductor's code calls. They look `tl` up in each call, since
+# the interpreter puts its own functions there.
+LIBDEVICE = SimpleNamespace(
+    tanh=lambda x: 2 * tl.sigmoid(2 * x) - 1,
+    exp=lambda x: tl.exp(x),
+    log=lambda x: tl.log(x),
+    log1p=lambda x: tl.log(1 + x),
+    pow=lambda x, y: tl.exp(y * tl.log(x)),  # of what is above 0
+    sqrt=lambda x: tl.sqrt(x),
+    rsqrt=lambda x: 1 / tl.sqrt(x),
+    sin=lambda x: tl.sin(x),
+    cos=lambda x: tl.cos(x),
+    isnan=lambda x: x != x,
+    isinf=lambda x: tl.abs(x) == float("inf"),
+)
 
 
 def patch_once(patch):
@@ -155,7 +131,7 @@ driver = SimpleNamespace(
 triton.runtime.driver.set_active(driver)
 inductor.cpu_backend = "triton"
 inductor.compile_threads = 1
-triton_helpers.libdevice = Libdevice
+triton_helpers.libdevice = LIBDEVICE
 interpreter._patch_lang = patch_once(interpreter._patch_lang)
 interpreter._implicit_cvt = partial(convert, interpreter._implicit_cvt)
 run_kernel = CachingAutotuner.run
