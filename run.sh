@@ -13,7 +13,7 @@ CDPATH='' cd -P -- "$(dirname -- "$self")"
 
 usage() {
     cat <<'END'
-bash run.sh                      a robot that learns to run, then the quick speed-up table: minutes;
+bash run.sh                      a robot that learns to run, then the speed-up table of README: minutes;
                                  figures and a film in plots/out/
 bash run.sh --full               every script and row, 3 seeds at full length, which takes days;
                                  finished runs are kept. Both tables take --only GLOB (of 'SCRIPT
@@ -108,10 +108,12 @@ set_up() {
 import re, sys
 from importlib.metadata import PackageNotFoundError, version
 
-for line in (line for path in sys.argv[1:] for line in open(path)):
-    name = re.match(r"[\w-]*", line).group()
+for line in sorted({line for path in sys.argv[1:] for line in open(path)}):
+    name, tested = re.match(r"([\w-]*)(?:\[.*\])?(?:==(\S*))?", line).groups()
     try:
-        name and version(name)
+        found = name and version(name)
+        if tested and found.partition("+")[0] != tested:
+            print(f"run.sh: {name} {found} is here, tested is {tested}", file=sys.stderr)
     except PackageNotFoundError:
         print(line.strip())
 END

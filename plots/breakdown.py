@@ -1,9 +1,10 @@
 """Where the time goes, as RL-Scope draws it: stages, resources, layers, transitions between them.
 
     python plots/breakdown.py runs/         every run in runs/ with a trace (--stopwatch trace)
-    python plots/breakdown.py runs/A runs/B --out plots/results/breakdown_cpu
+    python plots/breakdown.py runs/A runs/B --out plots/out/mine
 
-Written to --out: NAME.md and NAME.json with the numbers, and NAME_stages as PNG and SVG: per script
+Written to --out: NAME as PNG and SVG, two bars per script whose colours are stages, which needs no
+trace; NAME.md and NAME.json with the numbers of traces, and NAME_stages as PNG and SVG: per script
 and row the microseconds per environment step of simulation, inference, backpropagation and the
 rest, by resource (colour) and layer (hatch); above them the total, below them the calls per
 iteration on a log axis (figure 4 of RL-Scope, our rows in place of frameworks). Of several traced
@@ -20,11 +21,14 @@ Gleeson et al., "RL-Scope: Cross-Stack Profiling for Deep Reinforcement Learning
 import sys
 from pathlib import Path
 
+import command_line
 import curves
 import matplotlib.pyplot as plt
 import run_dirs
+import tables
 from matplotlib.patches import Patch
-from run_dirs import DAMAGED, Run, label, per_step, short, shown
+from run_dirs import DAMAGED, Run, label, per_step, shown
+from tables import short
 from traces import CPU_LAYERS
 
 EDGES = {"edgecolor": "black", "linewidth": 0.5}
@@ -36,6 +40,13 @@ HATCHES = {
     "cuda_wait_s": "---",
 }
 RESOURCES = {"CPU": "#E69F00", "CPU + GPU": "#009E73", "GPU": "#56B4E9"}  # Okabe and Ito
+COLOURS = {  # of stages in the bars; Okabe and Ito's
+    "simulation": "#56B4E9",
+    "inference": "#009E73",
+    "replay": "#F0E442",
+    "backpropagation": "#D55E00",
+    "rest": "#BBBBBB",
+}
 STAGES = ("simulation", "inference", "backpropagation", "rest")
 TITLE = "Where a step's time goes, and what crosses the borders"
 LEGEND = "rest: storing, sampling, logging and what no stage covers"
@@ -129,7 +140,7 @@ def limits(row: dict) -> str:
     said = []
     for layer, seconds in spent.items():
         share = seconds / total
-        said.append(f"the {layer} takes {percent(share)}, without it {run_dirs.gain(share)}")
+        said.append(f"the {layer} takes {percent(share)}, without it {tables.gain(share)}")
     return f"{row['block']}, {row['bar']}: {'; '.join(said)}"
 
 
@@ -267,6 +278,51 @@ def draw_transitions(ax, rows: list[dict]) -> None:
     ax.grid(False)
 
 
+def stages(run: Run) -> dict[str, float]:
+    """Microseconds per environment step of the steady window, by the stages that have a colour."""
+    found = dict.fromkeys(COLOURS, 0.0)
+    for stage, seconds in run.stages["stages"].items():
+        found[stage if stage in COLOURS else "rest"] += 1e6 * seconds / run.stages["env_steps"]
+    found["rest"] += 1e6 / run.stages["sps_steady"] - sum(found.values())  # what no stage covers
+    return found
+
+
+def draw_bars(runs: list[Run]):
+    """A panel per script with a bar per row: percent of the baseline's step, a colour per stage."""
+    scripts: dict = {}
+    for run in runs:
+        scripts.setdefault(run.script, {})[run.row] = run  # the newest of a row
+    size = (7, 1.4 + 0.36 * sum(len(rows) + 1 for rows in scripts.values()))
+    heights = [len(rows) for rows in scripts.values()]
+    figure, panels = plt.subplots(
+        len(scripts),
+        figsize=size,
+        height_ratios=heights,
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for ax, (script, rows) in zip(panels.flat, scripts.items(), strict=True):
+        ordered = sorted(rows.values(), key=lambda run: curves.ORDER.index(run.row))
+        whole = 1e6 / ordered[0].stages["sps_steady"]
+        for y, run in enumerate(ordered):
+            left = 0.0
+            for stage, spent in stages(run).items():
+                share = 100 * spent / whole
+                ax.barh(y, share, left=left, color=COLOURS[stage], height=0.75)
+                left += share
+            ax.annotate(f" {short(1e6 / run.stages['sps_steady'])} us", (left, y), va="center")
+        ax.set_yticks(range(len(ordered)), [run.row for run in ordered])
+        ax.set_title(label(script), loc="left", fontsize=9)
+        ax.grid(False, axis="y")
+        ax.invert_yaxis()
+        ax.set_xlim(0, 115)
+    panels.flat[-1].set_xlabel("time of an environment step, % of the baseline's")
+    patches = [Patch(facecolor=colour, label=stage) for stage, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    return figure
+
+
 def write(
     runs: list[Run],
     out: Path,
@@ -279,25 +335,27 @@ def write(
 
     `group(row)` gives another block and bar than script and row; `shares` draws percent of a step.
     """
+    timed = [run for run in runs if run.stages.get("sps_steady") and run.stages.get("stages")]
+    files = curves.save(draw_bars(timed), out / name) if timed and not group else []
     found = reduce_all(runs)
     if not found:
-        print("no breakdown: no run has a complete trace (--stopwatch trace)", file=sys.stderr)
-        return []
+        print("no layers: no run has a complete trace (--stopwatch trace)", file=sys.stderr)
+        return files
     chosen = [run for run, _ in found]
     rows = [row for _, row in found]
     for row in rows if group else ():
         row["block"], row["bar"] = group(row)
     record = run_dirs.record_of(chosen, rows)
     above = ["Where the time goes, from traced runs", *run_dirs.describe(record["machine"])]
-    files = curves.save(draw_stages(rows, chosen, title, shares), out / f"{name}_stages")
+    files += curves.save(draw_stages(rows, chosen, title, shares), out / f"{name}_stages")
     below = [limits(row) for row in rows]
-    run_dirs.write_report(out / name, above, cells(rows), below, record, labels=3)
+    tables.write_report(out / name, above, cells(rows), below, record, labels=3)
     return files
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_dirs.draw_runs(__doc__, "breakdown", write, arguments)
+    return command_line.draw_runs(__doc__, "breakdown", write, arguments)
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -18,9 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import command_line
 import run_dirs
+import tables
 import traces
-from run_dirs import as_text, per_step, read_report, short, shown
+from run_dirs import per_step, read_report, shown
+from tables import as_text, short
 from traces import CPU_LAYERS
 
 SHORT_OPERATOR = 20e-6  # seconds; below it an operator costs what its dispatch costs
@@ -169,7 +172,7 @@ def read_out(report: dict) -> Iterator[str]:
     given = set()
     for number, finding in enumerate(findings(report), start=1):
         share = finding.share
-        gain = run_dirs.gain(share)
+        gain = tables.gain(share)
         what = f"{number}. {finding.what}: {share:.0%} of the time, without it {gain} at most."
         yield textwrap.fill(what, 88, subsequent_indent="   ")
         if finding.advice not in given:
@@ -182,8 +185,8 @@ def read_out(report: dict) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "runs")
-    steps = {"type": run_dirs.count, "default": 1}
+    parser = command_line.make_parser(__doc__, "runs")
+    steps = {"type": command_line.count, "default": 1}
     parser.add_argument("--steps", help="in the window of a trace alone", **steps)
     options = parser.parse_args(arguments)
     status = 0
@@ -203,4 +206,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

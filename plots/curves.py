@@ -41,9 +41,11 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
+import command_line
 import matplotlib
 import numpy as np
 import run_dirs
+import tables
 from cycler import cycler
 from run_dirs import FREE_ARGS, ROOT, Run, Series, label, shown
 
@@ -525,15 +527,17 @@ def save(figure, stem: Path) -> list[Path]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = run_dirs.make_parser(__doc__, "runs")
+    parser = command_line.make_parser(__doc__, "runs")
     default = str(ROOT / "plots/out/curves")
-    parser.add_argument("--out", type=run_dirs.stem, default=default, help="NAME")
+    parser.add_argument("--out", type=command_line.stem, default=default, help="NAME")
     parser.add_argument("--metric", default=RETURN, help=f"of TensorBoard (default: {RETURN})")
     parser.add_argument("--x", help="steps, seconds or a metric (default: both)")
     parser.add_argument("--by", nargs="+", metavar="NAME", help="settings that make lines")
     parser.add_argument("--where", nargs="+", default=[], metavar="NAME=VALUE", help="only these")
     parser.add_argument("--band", choices=BANDS, default="bootstrap")
-    parser.add_argument("--last", type=run_dirs.count, help="values that a curve is the mean of")
+    parser.add_argument(
+        "--last", type=command_line.count, help="values that a curve is the mean of"
+    )
     parser.add_argument("--target", type=float, help="value of the metric to reach")
     return parser.parse_args(arguments)
 
@@ -582,9 +586,9 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     if len(rows) > 1:
         files += save(draw_scores(rows, f"{what}, {mean_of}"), out / f"{name}_scores")
         numbers = out / f"{name}_scores.json"
-        run_dirs.write_json(numbers, rows)
+        tables.write_json(numbers, rows)
         files.append(numbers)
-        print(f"\n{run_dirs.as_text(score_cells(rows, options.target), labels=3)}\n")
+        print(f"\n{tables.as_text(score_cells(rows, options.target), labels=3)}\n")
     elif options.target is not None:
         print("no scores: they need two lines of two runs or more that ended", file=sys.stderr)
     return files
@@ -608,4 +612,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -1,17 +1,19 @@
 """The table and the figure of the scaling study, from the record of plots/measure/env_scaling.py.
 
-python plots/env_report.py plots/results/env_scaling_cpu.json       draws both anew
+python plots/env_report.py plots/results/env_scaling/NAME.json       draws both anew
 """
 
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import command_line
 import curves
 import matplotlib.pyplot as plt
 import numpy as np
 import run_dirs
-from run_dirs import in_units
+import tables
+from tables import in_units
 
 # per environment: state, length, random seed (shared), action read; state, length, observation,
 # final observation, reward, return, final length, terminated, truncated and ended written
@@ -246,12 +248,12 @@ def write(record: dict, stem: Path) -> None:
     curves.save(throughput(record), stem.with_name(f"{stem.name}_throughput"))
     if figure := blocks(record):
         curves.save(figure, stem.with_name(f"{stem.name}_blocks"))
-    run_dirs.write_report(stem, above, cells(record), below, record, labels=1)
+    tables.write_report(stem, above, cells(record), below, record, labels=1)
 
 
 def redraw(doc: str, write: Callable, arguments: list[str] | None = None) -> int:
     """A program that calls write(record, stem) for the records that it is given."""
-    parser = run_dirs.make_parser(doc)
+    parser = command_line.make_parser(doc)
     parser.add_argument("records", type=run_dirs.real, nargs="+")
     for path in parser.parse_args(arguments).records:
         try:
@@ -270,4 +272,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -1,36 +1,47 @@
-"""Every number of README, from the records in plots/results/.
+"""The tables of README.md and plots/README.md, from the records in plots/results/.
 
-    python plots/readme.py          writes them into README.md
-    python plots/readme.py --check  exit status 1 if README.md says something else
+    python plots/readme.py          writes them
+    python plots/readme.py --check  exit status 1 if one of the pages says something else
 
-README has regions, `<!-- record: NAME -->` to `<!-- end -->`; the functions here of that NAME make
-their text; what a record lacks is called not measured, or is a dash. A test runs --check, and
-another one refuses numbers of speed outside of the regions. CleanRL's returns are its
-documentation's.
+A page has regions, `<!-- record: NAME -->` to `<!-- end -->`; the function here of that NAME makes
+their text: a table, a line of hardware and the `note` of the record, if it has one. What a record
+lacks is a dash. CleanRL's returns are its documentation's.
 """
 
 import re
 import statistics
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
+import command_line
 import numpy as np
 import run_dirs
-from run_dirs import ROOT, as_markdown, in_units, processor, short, shown, with_range
+from run_dirs import ROOT, processor, shown
+from tables import as_markdown, in_units, short, with_range
 
+PAGES = ROOT / "README.md", ROOT / "plots/README.md"
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-NOT_MEASURED = "not measured"
+CAPTURED = "compile+cudagraphs"
+SHOWN = (  # the scripts of README's table, in its order
+    "ppo_continuous_action",
+    "sac_continuous_action",
+    "td3_continuous_action",
+    "ppo_mujoco_worlds",
+    "sac_mujoco_worlds",
+    "ppo_cartpole_gpu",
+)
 CLEANRL = "CleanRL {}, training, 1 M"  # docs.cleanrl.dev
 LEARNED = [  # algorithm, records, what others have published
-    ("SAC", ["sac_halfcheetah_300k"], CLEANRL.format("9,635 +- 1,424")),
-    ("TD3", ["td3_halfcheetah_1m"], CLEANRL.format("9,583 +- 126")),
-    ("PPO", ["ppo_halfcheetah_1m_baseline", "ppo_halfcheetah_1m"], CLEANRL.format("1,443 +- 46")),
+    ("SAC", ["sac_halfcheetah"], CLEANRL.format("9,635 +- 1,424")),
+    ("TD3", ["td3_halfcheetah"], CLEANRL.format("9,583 +- 126")),
+    ("PPO", ["ppo_halfcheetah_baseline", "ppo_halfcheetah"], CLEANRL.format("1,443 +- 46")),
     ("PPO for Atari", ["ppo_atari_pong"], "21 is the most"),
     ("PQN", ["pqn_atari_pong"], "21 is the most"),
     ("PPO for Atari", ["ppo_atari_breakout"], "-"),
     ("PQN", ["pqn_atari_breakout"], "-"),
-    ("PPO on CartPoles", ["ppo_cartpole_learning"], "500 is the most"),
+    ("PPO on CartPoles", ["ppo_cartpole"], "500 is the most"),
 ]
 WORLDS = ("halfcheetah", "hopper", "walker2d", "ant", "humanoid")
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
@@ -55,13 +66,44 @@ PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid
         "Humanoid-v5": "12,606",
     },
 }
-
-
+FIELD = {  # algorithm -> records: of two machines where there are two
+    "SAC": ["field/sac__epyc", "field/sac_awake__epyc"],
+    "TD3": ["field/td3__epyc", "field/td3_two_threads__epyc"],
+    "PPO": ["field/ppo__epyc"],
+    "PPO for Atari": ["field/ppo_atari__epyc"],
+    "PPO for Atari, 64 environments": ["field/ppo_atari_64__epyc"],
+    "PQN for Atari": ["field/pqn_atari__epyc"],
+    "PPO, 64 worlds against 1": ["field/ppo_worlds__epyc"],
+    "PPO, 64 worlds each": ["field/ppo_worlds_64__epyc"],
+}
+TRICKS = [  # what README says of a trick, and where a record says what it is worth
+    ("An update is one compiled call: gradients, clipping and Adam", "ppo", "update compiled"),
+    ("Acting in NumPy: networks of 64 are too small for PyTorch's calls", "ppo", "acting in NumPy"),
+    ("Environments step without a layer per wrapper", "ppo", "lean vector environment"),
+    ("An Adam of our own, which compiles with the rest", "sac", "an Adam that compiles"),
+    ("The critic's update compiled", "sac", "critic update compiled"),
+    ("Both Q-networks in one batched product, by `vmap`", "sac", "critics stacked by vmap"),
+]
+NAMES = {  # the race's entrants, as a reader knows them
+    "zoo's PPO": "Stable-Baselines3 PPO",
+    "zoo's SAC": "Stable-Baselines3 SAC",
+}
 READ = []  # the records so far: what is lacking, the last one lacks
 
 
+def path_of(name: str) -> Path:
+    """The newest record PROGRAM/ALGORITHM__MACHINE; its date ends the name of its file."""
+    found = sorted(RESULTS.glob(f"{name}*.json"), key=lambda path: path.stem[-10:])
+    return found[-1] if found else RESULTS / f"{name}.json"
+
+
+def link(name: str) -> str:
+    path = path_of(name).relative_to(RESULTS)
+    return f"[{path.with_suffix('')}](results/{path})"
+
+
 def record(name: str) -> dict:
-    path = RESULTS / f"{name}.json"
+    path = path_of(name)
     READ.append(path)
     try:
         return run_dirs.read_json(path)
@@ -77,19 +119,121 @@ def where(machine: dict) -> str:
     return f"{place}; Python {machine['python']}, torch {machine['versions']['torch']}"
 
 
+def below(table: list[list[str]], name: str, labels: int = 1) -> str:
+    """A table, and what the record of this name says of its hardware and of itself."""
+    found = record(name)
+    machine = found["machine"] if "machine" in found else found["runs"][-1]["machine"]
+    lines = [as_markdown(table, labels), ""]
+    lines.append(f"On {where(machine)}. Record: {link(name)}.")
+    if "note" in found:
+        lines.append(found["note"])
+    return "\n".join(lines) + "\n"
+
+
+def by_row(name: str) -> dict[tuple[str, str], dict]:
+    """The rows of a speed-up record that were measured, by script and row."""
+    rows = record(name)["rows"]
+    return {(row["script"], row["row"]): row for row in rows if row.get("speedup")}
+
+
+# README.md
+
+
+def speed() -> str:
+    """Baseline and variant of each script, on a CPU and on a GPU."""
+    on_cpu, on_gpu = by_row("speedup/all__epyc"), by_row("speedup/all__h200")
+    table = [["steps/s of", "CPU: baseline", "variant", "", "GPU: baseline", "variant", ""]]
+    for script in SHOWN:
+        line = [f"`{script}`"]
+        for rows, best in ((on_cpu, "compile"), (on_gpu, CAPTURED)):
+            for row in ("baseline", best):
+                line.append(in_units(rows[script, row]["sps_steady"]["mean"]))
+            line.append(f"**{rows[script, best]['speedup']:.1f}x**")
+        table.append(line)
+    cpu, gpu = (record(name)["machine"] for name in ("speedup/all__epyc", "speedup/all__h200"))
+    said = f"{processor(cpu['cpu'])}, torch {cpu['versions']['torch']}; "
+    said += f"{gpu['gpu']}, torch {gpu['versions']['torch']}."
+    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+
+
+def tricks() -> str:
+    """How many times as fast the variant is with a trick as without it."""
+    table = [["trick", "script", "with it"]]
+    for words, algorithm, name in TRICKS:
+        rows = {row["without"]: row for row in record(f"ablation/{algorithm}__epyc")["rows"]}
+        table.append([words, algorithm.upper(), f"{1 / rows[name]['of_whole']:.2f}x"])
+    rows = by_row("speedup/earlier__h200")
+    for script in ("sac_continuous_action", "ppo_cartpole_gpu"):
+        ratio = rows[script, CAPTURED]["speedup"] / rows[script, "compile"]["speedup"]
+        title = "SAC" if script.startswith("sac") else "CartPole"
+        table.append(["CUDA graphs: one launch for hundreds", f"{title}, GPU", f"{ratio:.1f}x"])
+    return as_markdown(table, labels=2) + "\n"
+
+
+def returns() -> str:
+    """What each has learned after minutes of a core, in short."""
+    found = record("race/all__epyc")
+    rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
+    tasks = list(dict.fromkeys(row["task"] for row in found["rows"]))
+    columns = [name for name in found["rows"][0] if name.startswith("after")][-2:]
+    minutes = " / ".join(re.sub(r"\D", "", column) for column in columns)
+    table = [[f"return after {minutes} minutes", *tasks]]
+    for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
+        line = [NAMES.get(entrant, entrant)]
+        for task in tasks:
+            spreads = [rows[entrant, task][column] for column in columns]
+            line.append(" / ".join(short(x["mean"]) if x else "-" for x in spreads))
+        table.append(line)
+    machine = found["runs"][-1]["machine"]
+    said = f"Means of two seeds, one core each of {processor(machine['cpu'])}."
+    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+
+
+# plots/README.md
+
+
+def race() -> str:
+    """What each has learned after minutes of a core: a line per entrant, columns per task."""
+    found = record("race/all__epyc")
+    rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
+    levels = {row["task"]: row["level"] for row in found["rows"]}
+    arrivals = {}  # the last cell without the level: "8,000: 3.0"
+    for task, entrant, *_, last in found["table"]:
+        arrivals[task, entrant] = last.partition(": ")[2]
+    columns = [name for name in found["rows"][0] if name.startswith("after")]
+    minutes = [re.sub(r"\D", "", column) for column in columns]
+    heading = ["entrant", "processor", "steps of a run"]
+    for task in levels:
+        heading += [f"{task} after {' / '.join(minutes)}", f"minutes to {levels[task]:,}"]
+    table = [heading]
+    for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
+        vectors = set()
+        for row in found["rows"]:
+            if row["entrant"] == entrant:
+                vectors |= {*row["processor"].split(", ")}
+        mine = [run for run in found["runs"] if run["entrant"] == entrant]
+        longest = max(run["minutes"] for run in mine)
+        ends = [run["evaluations"][-1] for run in mine if run["minutes"] == longest]
+        steps = sorted(made for _, made, _ in ends)
+        line = [NAMES.get(entrant, entrant), ", ".join(sorted(vectors, reverse=True))]
+        line.append(" to ".join(dict.fromkeys([in_units(steps[0]), in_units(steps[-1])])))
+        for task in levels:
+            row = rows.get((entrant, task))
+            if row is None:
+                line += ["-", "-"]
+                continue
+            means = [row[column]["mean"] if row[column] else None for column in columns]
+            line.append(" / ".join("-" if mean is None else short(mean) for mean in means))
+            line.append(arrivals[task, entrant])
+        table.append(line)
+    return below(table, "race/all__epyc", labels=2)
+
+
 def speedup() -> str:
-    """The speed-up table, a line per pair of scripts; what another day said stands beside it."""
-    other = {}
-    earlier = record("speedup_earlier_cpu")
-    vectors = earlier["machine"]["cpu"]["vectors"]
-    for row in earlier["rows"]:
-        if row.get("speedup"):
-            other[row["script"], row["row"]] = f"{row['speedup']:.2f}x"
-    found = record("speedup_cpu")
-    rows = {(row["script"], row["row"]): row for row in found["rows"]}
-    scripts = dict.fromkeys(script for script, _ in rows)
-    table = [["script", "baseline", "`--compile`", "speed-up", "speed-up earlier", "warm-up s"]]
-    for script in sorted(scripts, key=lambda name: "gpu" in name or "worlds" in name):
+    """Baseline and variant on a CPU, with ranges and warm-up."""
+    rows = by_row("speedup/all__epyc")
+    table = [["script", "baseline", "`--compile`", "speed-up", "warm-up s", "runs"]]
+    for script in SHOWN:
         baseline, best = rows[script, "baseline"], rows[script, "compile"]
         table.append(
             [
@@ -97,96 +241,37 @@ def speedup() -> str:
                 with_range(baseline["sps_steady"]),
                 with_range(best["sps_steady"]),
                 f"**{best['speedup']:.2f}x**",
-                other.get((script, best["row"]), NOT_MEASURED),
                 f"{best['warmup_seconds']['first']:.1f}",
+                str(len(best["runs"])),
             ]
         )
-    seeds = max(len(row["runs"]) for row in rows.values() if "runs" in row)
-    said = "Environment steps/s after the warm-up, all but CartPole's on HalfCheetah-v5, seeds per "
-    said += f"row: {seeds}, on {where(found['machine'])} (`speedup_cpu.md`); earlier: on a "
-    said += f"slower day, {vectors}, by the scripts of that day (`speedup_earlier_cpu.md`); "
-    said += "warm-up: of the first run."
-    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
-
-
-def worlds_on_gpu() -> tuple[dict, int, float]:
-    """The run of PPO on HalfCheetahs on a GPU, and the seconds until it was at the race's level."""
-    rows = record("race_cpu")["rows"]
-    level = next(row["level"] for row in rows if row["task"] == "HalfCheetah-v5")
-    (run,) = record("ppo_mujoco_halfcheetah_h200")["runs"]
-    seconds = next(seconds for _, value, seconds in run["episodic_returns"] if value >= level)
-    return run, level, seconds
+    return below(table, "speedup/all__epyc")
 
 
 def gpu() -> str:
     """The speed-up table of a GPU, and the share of the time that it is busy."""
-    captured = "compile+cudagraphs"
-    unknown = "-"
-    rows: dict = {}
-    found = record("speedup_h200")
-    for row in found["rows"]:
-        rows.setdefault(row["script"], {})[row["row"]] = row
-    former = {}
-    for row in record("speedup_earlier_h200")["rows"]:
-        if row.get("speedup"):
-            former[row["script"], row["row"]] = row
-    windows = {}
+    rows, former = by_row("speedup/all__h200"), by_row("speedup/earlier__h200")
     busy = {}
-    for row in record("utilization_h200")["rows"]:
-        if row["script"] in rows:
-            windows[row["script"], row["row"]] = row["window"]
+    for row in record("utilization/all__h200")["rows"]:
         if "GPU" in row:
             busy[row["script"], row["row"]] = f"{row['GPU']['mean']:.0f}%"
     table = [["script", "baseline", "`--compile --cudagraphs`", "speed-up", "warm-up s"]]
     table[0] += ["speed-up earlier: `--compile`", "and `--cudagraphs`"]
     table[0] += ["GPU busy: baseline", "captured"]
-    for script in dict.fromkeys([*rows, *(script for script, _ in former)]):
-        cells = [unknown] * 4
-        if script in rows:
-            slow, fast = rows[script]["baseline"], rows[script][captured]
+    for script in dict.fromkeys(script for script, _ in [*rows, *former]):
+        cells = ["-"] * 4
+        if (script, CAPTURED) in rows:
+            slow, fast = rows[script, "baseline"], rows[script, CAPTURED]
             cells = [in_units(row["sps_steady"]["mean"]) for row in (slow, fast)]
             cells.append(f"**{fast['speedup']:.1f}x**")
             cells.append(f"{fast['warmup_seconds']['first']:.0f}")
-        for row in ("compile", captured):
+        for row in ("compile", CAPTURED):
             then = former.get((script, row))
-            cells.append(f"{then['speedup']:.1f}x" if then else unknown)
-        for row in ("baseline", captured):
-            cells.append(busy.get((script, row), unknown))
+            cells.append(f"{then['speedup']:.1f}x" if then else "-")
+        for row in ("baseline", CAPTURED):
+            cells.append(busy.get((script, row), "-"))
         table.append([f"`{script}`", *cells])
-    worlds, level, arrived = worlds_on_gpu()
-    (peer,) = record("leanrl_h200")["rows"]
-    steps, seconds = np.ptp(peer["points"], axis=0)
-    before = former["sac_continuous_action", captured]["sps_steady"]["mean"]
-    ours = former["td3_continuous_action", captured]["sps_steady"]["mean"]
-    said = f"""Environment steps/s after the warm-up, one run each with a window of
-    {min(windows.values()):.0f} to {max(windows.values()):.0f} s, on {where(found["machine"])}
-    (`speedup_h200.md`). Earlier: by former scripts, PPO's baseline while files were unpacked
-    on other cores (`speedup_earlier_h200.md`); Atari's busy time is of then, too. Captured SAC made
-    {short(before)} then; why it made less now was not examined. The warm-up is of the captured run,
-    with an empty cache but for worlds. Busy: NVML, every second. {unknown}: not measured, or by
-    fewer than three samples. Worlds are 4,096 of mujoco_warp, on a second H200, SAC's with
-    `--utd-ratio 0.001 --batch-size 8192`, its baseline ended after a window of
-    {windows["sac_mujoco_worlds", "baseline"]:.1f} s. PPO returned {level:,} in training
-    {arrived:.0f} s after its start and {short(worlds["mean_return_last_10"])} after
-    {in_units(worlds["episodic_returns"][-1][0])} steps and
-    {worlds["stages"]["wall_seconds"]:.0f} s, imports not counted, kernels and compiled code cached
-    (`ppo_mujoco_halfcheetah_h200.json`). Meta's LeanRL, on the earlier day: its TD3 made
-    {short(steps / seconds)} on HalfCheetah-v4, ours {short(ours)} on v5; with NumPy 2.5 and
-    tensordict 0.6.2 its SAC ended in an error, and its PPO had logged nothing after 150 s
-    (`leanrl_h200.json`)."""
-    return f"{as_markdown(table, labels=1)}\n\n{' '.join(said.split())}\n"
-
-
-FIELD = {  # algorithm -> records: of two machines where there are two
-    "SAC": ["sac_field_fast_cpu", "sac_field_awake_cpu"],  # the fastest machine, the slowest
-    "TD3": ["td3_field_cpu", "td3_field_avx2_cpu"],
-    "PPO": ["ppo_field_cpu"],
-    "PPO for Atari": ["ppo_atari_field_cpu"],
-    "PPO for Atari, 64 environments": ["ppo_atari_64_field_cpu"],
-    "PQN for Atari": ["pqn_atari_field_cpu"],
-    "PPO, 64 worlds against 1": ["ppo_mujoco_field_cpu"],
-    "PPO, 64 worlds each": ["ppo_mujoco_64_field_cpu"],
-}
+    return below(table, "speedup/all__h200")
 
 
 def against_others(title: str, found: dict, compiled: str) -> list[str]:
@@ -207,6 +292,7 @@ def field() -> str:
     """Against other libraries: a line per record, or two."""
     heading = ["algorithm", "vectors", "Stable-Baselines3", "SBX (JAX)", "baseline", "`--compile`"]
     table = [[*heading, "against Stable-Baselines3", "against SBX", "rounds"]]
+    notes = []
     for title, names in FIELD.items():
         for name in names:
             found = record(name)
@@ -220,16 +306,8 @@ def field() -> str:
                 table.append(against_others(f"{title}, threads awake", found, awake))
             else:
                 table.append(against_others(title, found, compiled))
-    said = "Environment steps/s on HalfCheetah-v5 or Breakout-v5, and ratios of the same round: "
-    said += "medians (and ranges) over rounds in turns (`*_field*_cpu.md`; "
-    said += "`bash run.sh field --algorithm td3` makes one). Atari "
-    said += "with `--channels-last`, its Stable-Baselines3 on that library's own environments; PQN "
-    said += "against CleanRL's file. SAC and TD3 on AVX2, Atari and PQN are of former "
-    said += "scripts, whose threads slept while they waited, unless the line says awake. Only our "
-    said += "PPO normalizes what it sees. Against one environment PPO on worlds makes a twentieth "
-    said += "of the updates per step: each has its defaults. Against 64 it makes as many, but "
-    said += "Stable-Baselines3 steps them one after the other, ours are on both cores."
-    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+            notes.append(f"- {link(name)}" + (f": {found['note']}" if "note" in found else ""))
+    return as_markdown(table, labels=1) + "\n\n" + "\n".join(notes) + "\n"
 
 
 def times_as_fast(rounds: list[dict], name: str, other: str) -> str:
@@ -245,8 +323,9 @@ def times_as_fast(rounds: list[dict], name: str, other: str) -> str:
 
 def physics() -> str:
     """Whole steps/s of MuJoCo's worlds without a policy, beside EnvPool's."""
-    found = record("physics_cpu")
-    rows = {(row["task"], row["worlds"], row["cores"]): row for row in found["rows"]}
+    rows = {}
+    for row in record("physics/worlds__epyc")["rows"]:
+        rows[row["task"], row["worlds"], row["cores"]] = row
     table = [["task", "worlds"]]
     for cores in (1, 2):
         counted = "1 core" if cores == 1 else f"{cores} cores"
@@ -259,21 +338,17 @@ def physics() -> str:
                 line.append(short(row["steps_per_second"][arm]["median"]))
             line.append(f"{row['of_envpool']:.2f}x")
         table.append(line)
-    said = "Environment steps/s in blocks of 64 steps of all worlds, from the start of episodes, "
-    said += f"on {where(found['machine'])} (`physics_cpu.md`)."
-    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+    return below(table, "physics/worlds__epyc")
 
 
 def overhead() -> str:
     """The bias of the stopwatch in each script that was measured."""
-    told = []
-    for row in record("overhead_cpu")["rows"]:
+    table = [["script", "a step takes longer by"]]
+    for row in record("overhead/all__epyc")["rows"]:
         bias = row["bias"]
-        told.append(
-            f"`{row['script']}` {bias['mean']:+.1%} ({bias['min']:+.1%} to {bias['max']:+.1%})"
-        )
-    said = "Of a step of compiled scripts on a CPU, means (and ranges) of pairs of runs: "
-    return f"{said}{', '.join(told)} (`overhead_cpu.md`).\n"
+        spread = f"{bias['mean']:+.1%} ({bias['min']:+.1%} to {bias['max']:+.1%})"
+        table.append([f"`{row['script']}`", spread])
+    return below(table, "overhead/all__epyc")
 
 
 def learning() -> str:
@@ -282,7 +357,7 @@ def learning() -> str:
     for algorithm, names, elsewhere in LEARNED:
         runs = []
         for name in names:
-            runs += map(reached, record(f"{name}_cpu")["runs"])
+            runs += map(reached, record(f"learning/{name}__epyc")["runs"])
         ends = [run.steps for run in runs]
         said = " to ".join(f"{end:,}" for end in sorted({min(ends), max(ends)}))
         line = [runs[0].env_id, algorithm, said]
@@ -298,7 +373,7 @@ def worlds() -> str:
     heading = ["environment", "flags", "steps", "minutes", "by 5 minutes", "at the end"]
     table = [[*heading, *PUBLISHED]]
     for name in WORLDS:
-        runs = record(f"ppo_mujoco_{name}_cpu")["runs"]
+        runs = record(f"learning/ppo_worlds_{name}__epyc")["runs"]
         args = runs[0]["config"]["args"]
         env_id = args["env_id"]
         flags = []
@@ -326,63 +401,6 @@ def worlds() -> str:
             ]
         )
     return f"{as_markdown(table, labels=2)}\n"
-
-
-def race() -> str:
-    """What each has learned after minutes of a core: a line per entrant, columns per task."""
-    found = record("race_cpu")
-    rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
-    levels = {row["task"]: row["level"] for row in found["rows"]}
-    arrivals = {}  # the last cell without the level: "8,000: 3.0"
-    for task, entrant, *_, last in found["table"]:
-        arrivals[task, entrant] = last.partition(": ")[2]
-    columns = [name for name in found["rows"][0] if name.startswith("after")]
-    minutes = [re.sub(r"\D", "", column) for column in columns]
-    heading = ["entrant", "processor", "steps of a run"]
-    for task in levels:
-        heading += [f"{task} after {' / '.join(minutes)}", f"minutes to {levels[task]:,}"]
-    table = [heading]
-    for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
-        vectors = set()
-        for row in found["rows"]:
-            if row["entrant"] == entrant:
-                vectors |= {*row["processor"].split(", ")}
-        mine = [run for run in found["runs"] if run["entrant"] == entrant]
-        longest = max(run["minutes"] for run in mine)
-        ends = [run["evaluations"][-1] for run in mine if run["minutes"] == longest]
-        steps = sorted(made for _, made, _ in ends)
-        line = [entrant, ", ".join(sorted(vectors, reverse=True))]
-        line.append(" to ".join(dict.fromkeys([in_units(steps[0]), in_units(steps[-1])])))
-        for task in levels:
-            row = rows.get((entrant, task))
-            if row is None:
-                line += ["-", "-"]
-                continue
-            means = [row[column]["mean"] if row[column] else None for column in columns]
-            line.append(" / ".join("-" if mean is None else short(mean) for mean in means))
-            line.append(arrivals[task, entrant])
-        table.append(line)
-    vectors = dict.fromkeys(run["machine"]["cpu"]["vectors"] for run in found["runs"])
-    last = found["runs"][-1]["machine"]
-    machine = where(last | {"cpu": last["cpu"] | {"vectors": " or ".join(vectors)}})
-    seeds = sorted({row["seeds"] for row in found["rows"]})
-    first = rows["PPO on worlds", "HalfCheetah-v5"]
-    title = f"On one core, without a GPU, PPO on worlds reaches a return of {first['level']:,} on "
-    title += f"HalfCheetah after {statistics.fmean(first['reached']):.1f} minutes"
-    theirs = [rows[name, "HalfCheetah-v5"] for name in ("zoo's PPO", "zoo's SAC", "SBX TQC")]
-    if not any(row["reached"] for row in theirs):
-        title += f"; Stable-Baselines3's PPO and SAC and SBX's TQC do not in {minutes[-1]}"
-    title += ". Compilation counts, evaluations do not. "
-    _, _, arrived = worlds_on_gpu()
-    title += "[On an H200](#speed), with everything compiled before and imports not counted, one "
-    title += f"run on 4,096 worlds returned as much in training after {arrived:.0f} seconds."
-    said = f"Returns: means of {' or '.join(map(str, seeds))} seeds; minutes to a level: to the "
-    said += "first evaluation there, one in every minute or two; steps: of all worlds. Our PPO's "
-    said += "steps are used up long before: its line is flat after the dot. Speed depends "
-    said += "on the processor and the day. With AVX2, which is slower, ran the second seeds of "
-    said += "worlds, one of SAC on Humanoid, and there the second ones of zoo's SAC and SBX TQC. "
-    said += f"On {machine} (`race_cpu.md`, with ranges)."
-    return f"{title}\n\n{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
 class Reached(NamedTuple):
@@ -422,36 +440,30 @@ def learned(runs: list[Reached]) -> str:
 
 
 def environments() -> str:
-    """Steps/s of environments alone."""
+    """Steps/s of environments alone, on a CPU and on a GPU."""
     import env_report
 
-    found = record("env_scaling_cpu")
-    shown = [1, 64, 4096, 65_536, 1_048_576]
-    table = [["environments", *(f"{n:,}" for n in shown), "turning point"]]
-    for arm in env_report.arms(found["rows"]):
-        seconds = env_report.medians(found["rows"], arm)
-        fit = env_report.turning_point(seconds)
-        turning = env_report.describe_turning(fit, seconds) if fit else "-"
-        table.append([arm, *env_report.speeds(seconds, shown), turning])
-    most = found["bytes_per_second"]["cpu"] / env_report.STEP_BYTES
-    said = f"Memory allows {in_units(most)} steps/s; arms with a process per environment end at "
-    said += "32. On H200s a million "
-    on_gpu = record("env_scaling_h200")
-    made = {}
-    for arm in env_report.arms(on_gpu["rows"]):
-        (made[arm],) = env_report.speeds(env_report.medians(on_gpu["rows"], arm), shown[-1:])
-    most = on_gpu["bytes_per_second"]["cuda"] / env_report.STEP_BYTES
-    said += f"environments make {made['tensors, GPU']} steps/s as tensors and "
-    said += f"{made['tensors compiled, GPU']} compiled, both launched step by step from Python, by "
-    said += f"former scripts; as a kernel in a CUDA graph {made['kernel, TPB 1']} with one thread "
-    said += f"per block and {made['kernel, TPB 32']} with 32; memory allows "
-    said += f"{in_units(most)} (`env_scaling_h200.md`)."
-    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+    counts = [1, 64, 4096, 65_536, 1_048_576]
+    table = [["environments", *(f"{n:,}" for n in counts), "turning point"]]
+    for name in ("env_scaling/cartpole__epyc", "env_scaling/cartpole__h200"):
+        found = record(name)
+        for arm in env_report.arms(found["rows"]):
+            seconds = env_report.medians(found["rows"], arm)
+            fit = env_report.turning_point(seconds)
+            turning = env_report.describe_turning(fit, seconds) if fit else "-"
+            table.append([arm, *env_report.speeds(seconds, counts), turning])
+        (device,) = found["bytes_per_second"].keys() - ({"cpu"} if "h200" in name else set())
+        most = found["bytes_per_second"][device] / env_report.STEP_BYTES
+        blank = ["-"] * (len(counts) - 1)
+        table.append([f"what memory allows, {device}", *blank, in_units(most), "-"])
+    on_gpu = "env_scaling/cartpole__h200"
+    said = f"{link(on_gpu)}: {record(on_gpu)['note']}"
+    return below(table, "env_scaling/cartpole__epyc") + f"\n{said}\n"
 
 
 def devices() -> str:
     """Acting and learning at the same time, against in turns."""
-    found = record("devices_continuous_cpu")
+    found = record("devices/ppo__epyc")
     heading = ["", "steps/s", "against in turns", "return", "learner waits", "collector waits"]
     table = [heading]
     names = {
@@ -471,16 +483,11 @@ def devices() -> str:
         for waits in (row["learner_waits"], row["collector_waits"]):
             line.append(f"{100 * waits['median']:.0f}%" if waits else "-")
         table.append(line)
-    steps = rounds[0]["variant"]["config"]["args"]["total_timesteps"]
-    said = f"HalfCheetah-v5, {steps:,} steps, {len(rounds)} rounds on "
-    said += f"{where(found['machine'])}: median and range of steps/s, mean and range of the last "
-    said += "10 episodes' mean return, of which few seeds say little (`devices_continuous_cpu.md`, "
-    said += "`python plots/measure/devices.py`)."
-    return f"{as_markdown(table, labels=1)}\n\n{said} On a GPU: {NOT_MEASURED}.\n"
+    return below(table, "devices/ppo__epyc")
 
 
-FUNCTIONS = (race, speedup, gpu, field, learning, worlds, overhead, environments)
-FUNCTIONS += (devices, physics)
+FUNCTIONS = (speed, tricks, returns, race, speedup, gpu, field, learning, worlds, overhead)
+FUNCTIONS += (environments, devices, physics)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 
@@ -492,26 +499,33 @@ def filled(text: str) -> str:
     return REGION.sub(lambda match: match[1] + REGIONS[match[2]]() + match[4], text)
 
 
+def write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__)
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
-    path = ROOT / "README.md"
-    text = path.read_text()
-    try:
-        new = filled(text)
-    except run_dirs.DAMAGED as problem:
-        where_from = shown(READ[-1]) if READ else path.name
-        raise SystemExit(f"error: {where_from} lacks something: {problem!r}") from None
-    if options.check:
+    differing = []
+    for path in PAGES:
+        text = path.read_text()
+        try:
+            new = filled(text)
+        except run_dirs.DAMAGED as problem:
+            where_from = shown(READ[-1]) if READ else path.name
+            raise SystemExit(f"error: {where_from} lacks something: {problem!r}") from None
         if new != text:
-            print("README.md differs from the records: python plots/readme.py", file=sys.stderr)
-        return int(new != text)
-    partial = path.with_suffix(".partial")
-    partial.write_text(new)
-    partial.replace(path)
-    return 0
+            differing.append(path)
+            if not options.check:
+                write(path, new)
+    if options.check and differing:
+        names = ", ".join(map(shown, differing))
+        print(f"differing from the records: {names}; python plots/readme.py", file=sys.stderr)
+    return int(options.check and bool(differing))
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -15,7 +15,9 @@ import statistics
 import sys
 from pathlib import Path
 
+import command_line
 import run_dirs
+import tables
 
 RETURN = "charts/episodic_return"
 
@@ -55,9 +57,9 @@ def record_of(run_dir: Path) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__)
-    parser.add_argument("record", type=run_dirs.stem)
-    parser.add_argument("runs", **run_dirs.OPTIONS["runs"])
+    parser = command_line.make_parser(__doc__)
+    parser.add_argument("record", type=command_line.stem)
+    parser.add_argument("runs", **command_line.OPTIONS["runs"])
     parser.add_argument("--note", default="")
     args = parser.parse_args(arguments)
     runs = []
@@ -68,11 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise SystemExit(f"error: {run_dirs.shown(run_dir)} {problem}") from None
     record = json.dumps({"note": args.note, "runs": runs}, ensure_ascii=False)
     record = record.replace(f"{run_dirs.ROOT}/", "")  # no folders of a machine
-    run_dirs.write_json(args.record, json.loads(record))
+    tables.write_json(args.record, json.loads(record))
     for run in runs:
         print(f"{run['run']}: mean of the last 10 returns {run['mean_return_last_10']:,.5g}")
     return 0
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

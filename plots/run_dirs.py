@@ -12,17 +12,12 @@ import logging
 import math
 import os
 import re
-import signal
-import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from traces import CPU_LAYERS, read_trace
@@ -48,90 +43,11 @@ RECORDED = {  # metric -> its name in a record
 DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError)
 
 
-# The command line: types of arguments, and what all programs have
-
-
 def real(text: str | Path) -> Path:
     """A path without links: by its name a run is told from others."""
     if not str(text):
         raise argparse.ArgumentTypeError("is empty, as where a variable of the shell is not set")
     return Path(os.path.realpath(text))
-
-
-def count(text: str, most: int = 10**12) -> int:
-    """How many of something."""
-    with suppress(ValueError):
-        if 0 < int(text) <= most:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
-
-
-few = functools.partial(count, most=1000)
-
-
-def folder(text: str | Path) -> Path:
-    """A folder to write to: whether one can shows now and not after hours of measurements."""
-    path = real(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as problem:
-        raise argparse.ArgumentTypeError(f"{text}: {problem.strerror}") from None
-    return path
-
-
-def stem(text: str) -> Path:
-    """What the names of files to write begin with."""
-    path = Path(text)
-    if not path.name:
-        raise argparse.ArgumentTypeError(f"{text!r} names no file")
-    return folder(path.parent) / path.name
-
-
-OPTIONS = {  # of several programs; a default that is text is converted as well
-    "runs": {"type": real, "nargs": "+"},
-    "--out": {"type": folder, "default": str(ROOT / "plots/out"), "help": "folder of the report"},
-    "--field-python": {"default": ".venv-field/bin/python", "help": "the other libraries'"},
-    "--rounds": {"type": few, "default": 3},
-    "--seed": {"type": int, "default": 1, "help": "internal: of the worker"},
-    "--seeds": {"type": few, "help": "runs per row"},
-    "--steps": {"type": count, "help": "environment steps per run"},
-}
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """In one line; the usage, which may be ten, is in --help."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def make_parser(doc: str, *options: str) -> Parser:
-    """A parser whose --help is the program's docstring, with these of `OPTIONS`."""
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in options:
-        parser.add_argument(name, **OPTIONS[name])
-    return parser
-
-
-def start(main: Callable[[], int], interrupted: str = "interrupted") -> None:
-    """Calls `main` and exits; SIGTERM and SIGHUP end it as Ctrl-C does; a full disk is one line."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # SIGHUP is ignored under nohup
-            signal.signal(number, signal.default_int_handler)
-    try:
-        try:
-            status = main()
-        finally:
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        print(f"\n{interrupted}", file=sys.stderr)
-        status = 130
-    except OSError as problem:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
-        if not isinstance(problem, BrokenPipeError):  # then nobody reads on, as in "| head -1"
-            print(f"error: {problem}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
 
 
 @dataclass
@@ -688,66 +604,6 @@ def per_step(report: dict, trace: dict | None) -> dict[str, dict[str, float]]:
     return found
 
 
-# Reports
-
-
-def spread(values: list[float]) -> dict:
-    """Mean, median and range."""
-    return {
-        "mean": statistics.fmean(values),
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-    }
-
-
-def gain(share: float) -> str:
-    """How much faster all is without what takes `share` of the time (Amdahl's law)."""
-    return f"{1 / (1 - share):.2f}x" if share < 0.99 else "more than 100x"
-
-
-def short(x: float) -> str:
-    """Three digits or all before the point, and never 1e+03."""
-    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
-
-
-def in_units(x: float) -> str:
-    """1.23 M rather than 1,234,567."""
-    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(x) >= size:
-            return f"{short(x / size)}{unit}"
-    return short(x)
-
-
-def with_range(spread: dict, middle: str = "mean") -> str:
-    """The middle of a `spread` and, if there is one, its range."""
-    low, high = short(spread["min"]), short(spread["max"])
-    return short(spread[middle]) + (f" ({low} to {high})" if low != high else "")
-
-
-def as_text(table: list[list[str]], labels: int) -> str:
-    """Aligned for a terminal, the first `labels` columns to the left.
-
-    A cell followed by empty ones may run over into their columns.
-    """
-    widths = []
-    for i in range(len(table[0])):
-        widths.append(max(len(line[i]) for line in table if line[-1] or i < labels))
-    lines = []
-    for line in table:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        for i in range(labels):
-            cells[i] = line[i].ljust(widths[i])
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def as_markdown(table: list[list[str]], labels: int) -> str:
-    heading, *rest = table
-    rule = ["---"] * labels + ["---:"] * (len(heading) - labels)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heading, rule, *rest])
-
-
 def record_of(runs: list, rows: list[dict]) -> dict:
     """What is written of `runs`, of which `rows` are what a program has made."""
     return {
@@ -756,43 +612,3 @@ def record_of(runs: list, rows: list[dict]) -> dict:
         "rows": rows,
         "commands": [run.config["command"] for run in runs],
     }
-
-
-def draw_runs(doc: str, name: str, write: Callable, arguments: list[str] | None = None) -> int:
-    """A program that makes figures NAME of runs by write(runs, folder, name) -> files."""
-    parser = make_parser(doc, "runs")
-    default = str(ROOT / "plots/out" / name)
-    parser.add_argument("--out", type=stem, default=default, help="NAME")
-    options = parser.parse_args(arguments)
-    runs = read_and_tell(options.runs)
-    files = write(runs, options.out.parent, options.out.name)
-    for path in files:
-        print(f"figure: {shown(path)}")
-    return int(not files)
-
-
-def write_json(path: Path, value: dict | list, indent: int = 1) -> None:
-    """Whenever the process dies, the file is whole, old or new."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=indent) + "\n")
-    partial.replace(path)
-
-
-def write_report(
-    stem: Path,
-    above: list[str],
-    table: list[list[str]],
-    below: list[str],
-    record: dict,
-    labels: int = 2,
-) -> None:
-    """Prints the report and writes it to `stem`.md and, with all numbers, `stem`.json."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    markdown = stem.with_name(f"{stem.name}.md")
-    numbers = stem.with_name(f"{stem.name}.json")
-    below = [*below, f"files: {shown(markdown)}, {shown(numbers)}"]
-    before = "\n".join(f"- {line}" for line in above)
-    after = "\n".join(f"- {line}" for line in below)
-    markdown.write_text(f"{before}\n\n{as_markdown(table, labels)}\n\n{after}\n")
-    write_json(numbers, record, indent=2)
-    print("", *above, "", as_text(table, labels), "", *below, sep="\n")

@@ -1,7 +1,7 @@
 """How busy the machine is while a script trains: GPU and processor over time, and their area.
 
     python plots/utilization.py runs/               every run in runs/
-    python plots/utilization.py runs/A runs/B --out plots/results/utilization_cpu
+    python plots/utilization.py runs/A runs/B --out plots/out/mine
 
 LeanRL shows the GPU's utilization over the course of training with the area under the curve; on a
 machine without a GPU the same is asked of its processor. Written to --out: NAME.md and NAME.json,
@@ -29,11 +29,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import breakdown
+import command_line
 import curves
 import matplotlib.pyplot as plt
 import numpy as np
 import run_dirs
-from run_dirs import Run, label, short, shown
+import tables
+from run_dirs import Run, label, shown
+from tables import short
 
 SHORTEST = 0.5  # seconds that a step of a line lasts
 SEEN = 2.0  # seconds: NVML tells of the last one at most, which is little of a shorter window
@@ -184,13 +187,13 @@ def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
     record = run_dirs.record_of(chosen, rows)
     files = curves.save(draw(rows, chosen), out / name)
     above = ["How busy the machine is while it trains", *run_dirs.describe(record["machine"])]
-    run_dirs.write_report(out / name, above, cells(rows), [], record, labels=3)
+    tables.write_report(out / name, above, cells(rows), [], record, labels=3)
     return files
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_dirs.draw_runs(__doc__, "utilization", write, arguments)
+    return command_line.draw_runs(__doc__, "utilization", write, arguments)
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

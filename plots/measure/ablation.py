@@ -28,6 +28,7 @@ import sys
 import time
 from contextlib import ExitStack
 
+import command_line
 import numpy as np
 import processes
 import rounds
@@ -315,7 +316,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS, "--seed")
+    parser = command_line.make_parser(__doc__, *rounds.OPTIONS, "--seed")
     parser.add_argument("--algorithm", choices=SETTINGS, default="ppo")
     parser.add_argument("--worker", help="internal: one run, without this trick")
     options = parser.parse_args(arguments)
@@ -339,4 +340,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -23,6 +23,7 @@ import argparse
 import statistics
 import sys
 
+import command_line
 import processes
 import rounds
 import run_dirs
@@ -104,7 +105,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS)
+    parser = command_line.make_parser(__doc__, *rounds.OPTIONS)
     options = parser.parse_args(arguments)
     options.steps = options.steps or STEPS
     import torch  # here, so that --help is quick
@@ -122,4 +123,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -34,6 +34,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import command_line
 import numpy as np
 import processes
 import rounds
@@ -293,7 +294,7 @@ def draw(results: list[dict], stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--rounds", "--seed")
+    parser = command_line.make_parser(__doc__, "--out", "--rounds", "--seed")
     parser.set_defaults(rounds=5)
     parser.add_argument("--worker", help="internal: one run")
     parser.add_argument("--exp-name", help="internal: of the worker")
@@ -319,4 +320,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -46,6 +46,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import command_line
 import numpy as np
 import processes
 import rounds
@@ -297,9 +298,9 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, *rounds.OPTIONS, "--seed", "--field-python")
+    parser = command_line.make_parser(__doc__, *rounds.OPTIONS, "--seed", "--field-python")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
-    parser.add_argument("--cores", type=run_dirs.few, default=1, help="and threads, of a run")
+    parser.add_argument("--cores", type=command_line.few, default=1, help="and threads, of a run")
     parser.add_argument("--peer", help="what runs CleanRL's file, for PQN")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     options = parser.parse_args(arguments)
@@ -336,4 +337,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -25,8 +25,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import command_line
 import processes
 import run_dirs
+import tables
 import torch
 from run_dirs import ROOT, shown
 
@@ -158,7 +160,7 @@ def write_page(
     below = []
     if (options.out / "speedup.json").exists():  # or the step has failed
         mine = read_speedups(options.out / "speedup.json")
-        paths = sorted(RESULTS.glob("speedup*.json"), key=lambda path: "earlier" not in path.name)
+        paths = sorted(RESULTS.glob("speedup/*.json"), key=lambda path: "earlier" not in path.name)
         records = [read_speedups(path) for path in paths]  # the last one counts
         short = [f"falls short: {line}" for line in shortfalls(mine, records)]
         if options.rehearse:
@@ -170,11 +172,11 @@ def write_page(
     made = [shown(path) for path in paths if path.exists() and path.stat().st_mtime > begun]
     below.append(f"records to commit, with the GPU in their names: {', '.join(made) or 'none'}")
     record = {"schema": 1, "machine": machine, "steps": results, "rehearsed": options.rehearse}
-    run_dirs.write_report(options.out / "gpu", above, cells(results), below, record)
+    tables.write_report(options.out / "gpu", above, cells(results), below, record)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out")
+    parser = command_line.make_parser(__doc__, "--out")
     parser.add_argument("--rehearse", action="store_true", help="tiny, and without a GPU")
     options = parser.parse_args(arguments)
     results = []
@@ -202,4 +204,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -50,8 +50,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+import command_line
 import processes
 import run_dirs
+import tables
 from run_dirs import ROOT
 
 NODE_US = (2, 3)  # of a kernel in a graph, on H100s: shared by many reports, measured nowhere here
@@ -394,7 +396,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out")
+    parser = command_line.make_parser(__doc__, "--out")
     parser.add_argument("--only", nargs="*", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
     parser.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -416,9 +418,9 @@ def main(arguments: list[str] | None = None) -> int:
     machine = run_dirs.measured_here(threads=1, packages=["triton"])
     record = {"schema": 1, "machine": machine, "rows": rows}
     above = ["Kernels per step of all environments, counted", *run_dirs.describe(machine)]
-    run_dirs.write_report(options.out / "kernels", above, cells(rows), [], record, labels=1)
+    tables.write_report(options.out / "kernels", above, cells(rows), [], record, labels=1)
     return processes.say_failures(failures)
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

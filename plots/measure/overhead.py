@@ -31,9 +31,11 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+import command_line
 import processes
 import run_dirs
 import speedup
+import tables
 from speedup import Job
 
 LIMIT = 0.01
@@ -124,7 +126,7 @@ def summarize(pairs: list[dict]) -> list[dict]:
                 "row": row,
                 "off_seconds": statistics.fmean(pair["off_seconds"] for pair in mine),
                 "on_seconds": statistics.fmean(pair["on_seconds"] for pair in mine),
-                "bias": run_dirs.spread([pair["bias"] for pair in mine]),
+                "bias": tables.spread([pair["bias"] for pair in mine]),
                 "seeds": len(mine),
             }
         )
@@ -139,8 +141,8 @@ def cells(rows: list[dict]) -> list[list[str]]:
             [
                 row["script"],
                 row["row"],
-                run_dirs.short(1e6 * row["off_seconds"]),
-                run_dirs.short(1e6 * row["on_seconds"]),
+                tables.short(1e6 * row["off_seconds"]),
+                tables.short(1e6 * row["on_seconds"]),
                 f"{bias['mean']:+.1%}",
                 f"{bias['min']:+.1%} to {bias['max']:+.1%}",
                 str(row["seeds"]),
@@ -160,7 +162,7 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--seeds")
+    parser = command_line.make_parser(__doc__, "--out", "--seeds")
     parser.set_defaults(seeds=3)
     parser.add_argument("--only", default="*", metavar="GLOB", help="of every 'SCRIPT ROW'")
     parser.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -197,9 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": rows,
         "pairs": pairs,
     }
-    run_dirs.write_report(options.out / "overhead", above, cells(rows), below, record)
+    tables.write_report(options.out / "overhead", above, cells(rows), below, record)
     return processes.say_failures(failures) or int(worst > LIMIT)
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

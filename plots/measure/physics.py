@@ -21,12 +21,14 @@ import os
 import statistics
 import time
 
+import command_line
 import gymnasium as gym
 import numpy as np
 import processes
 import run_dirs
+import tables
 import torch
-from run_dirs import short, spread
+from tables import short, spread
 
 WORLDS = {  # per task, the numbers of worlds that are measured
     "HalfCheetah-v5": (64, 1024),
@@ -105,8 +107,10 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out")
-    parser.add_argument("--blocks", type=run_dirs.few, default=15, help="that count, of each arm")
+    parser = command_line.make_parser(__doc__, "--out")
+    parser.add_argument(
+        "--blocks", type=command_line.few, default=15, help="that count, of each arm"
+    )
     parser.add_argument("--tasks", nargs="+", choices=WORLDS, default=list(WORLDS))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # as in the script's loop
@@ -131,9 +135,9 @@ def main(arguments: list[str] | None = None) -> int:
     command = processes.call("physics.py", options, "blocks", "tasks")
     above = [f"Worlds without a policy: {command}", *run_dirs.describe(machine)]
     record = {"schema": 1, "command": command, "machine": machine, "rows": rows}
-    run_dirs.write_report(options.out / "physics", above, cells(rows), [], record, labels=1)
+    tables.write_report(options.out / "physics", above, cells(rows), [], record, labels=1)
     return processes.say_failures(sorted(set(failures)))
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

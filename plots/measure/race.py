@@ -34,11 +34,13 @@ Written to --out: race.md, race.json, race.png and .svg, and logs/. Exit status 
 import importlib
 import statistics
 import sys
+from itertools import pairwise
 from pathlib import Path
 
+import command_line
 import numpy as np
 import processes
-import run_dirs
+import tables
 import timed
 
 LEVELS = {  # of return, that tell a robot that has learned its task from one that has not
@@ -65,6 +67,7 @@ LIBRARIES = {  # entrant -> package and algorithm
     "SBX CrossQ": ("sbx", "CrossQ"),
 }
 ENTRANTS = (*OURS, *LIBRARIES)
+NAMES = {"zoo's PPO": "Stable-Baselines3 PPO", "zoo's SAC": "Stable-Baselines3 SAC"}
 COLOURS = {entrant: f"C{i}" for i, entrant in enumerate(ENTRANTS)}
 STEPS = {  # that PPO makes in about a minute of a core, so that it is at its end in time
     "PPO on worlds": {
@@ -247,7 +250,7 @@ def summarize(runs: list[dict], minutes: int) -> list[dict]:
                     whole = [run for run in mine if run["minutes"] >= moment]
                     known = [after(run["evaluations"], moment) for run in whole]
                     known = [value for value in known if value is not None]
-                    row[f"after {moment} min"] = run_dirs.spread(known) if known else None
+                    row[f"after {moment} min"] = tables.spread(known) if known else None
             row["reached"] = []
             for run in mine:
                 times = [at for at, _, value in run["evaluations"] if value >= LEVELS[task]]
@@ -263,7 +266,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
         line = [row["task"], row["entrant"], row["processor"], str(row["seeds"])]
         for name in columns:
             found = row[name]
-            line.append(run_dirs.with_range(found) if found else "-")
+            line.append(tables.with_range(found) if found else "-")
         level = f"{row['level']:,}"
         reached = row["reached"]
         told = f"{level}: not in {row['minutes']:.0f}"
@@ -276,16 +279,19 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def draw(runs: list[dict], minutes: int, stem: Path) -> None:
-    """Return over minutes: a panel per task, a line per entrant, its seeds' range as a band."""
+    """Return over minutes: a panel per task, a line per entrant, its seeds' range as a band.
+
+    Names stand at the ends of the lines, as close to them as others allow.
+    """
     import curves
     import matplotlib.pyplot as plt
 
     tasks = [task for task in LEVELS if any(run["task"] == task for run in runs)]
-    size = (3.4 * len(tasks) + 1.6, 3.6)
+    size = (4.4 * len(tasks), 3.8)
     figure, panels = plt.subplots(1, len(tasks), figsize=size, squeeze=False, layout="constrained")
     grid = np.linspace(0, minutes, 241)
-    drawn = {}
     for ax, task in zip(panels[0], tasks, strict=True):
+        ends = {}
         for entrant in ENTRANTS:
             mine = [run for run in runs if (run["task"], run["entrant"]) == (task, entrant)]
             if not mine:
@@ -302,8 +308,8 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
             colour = COLOURS[entrant]
             style = "-" if entrant in OURS else "--"
             middle = curves.mean_of_known(values)
-            (line,) = ax.plot(grid, middle, style, color=colour)
-            drawn[entrant] = line
+            ax.plot(grid, middle, style, color=colour)
+            ends[entrant] = middle[known][-1]
             end = max(run["evaluations"][-1][0] for run in mine)
             if end < 0.95 * mine[0]["minutes"]:  # it has made its steps
                 ax.plot(end, np.interp(end, grid, middle), "o", color=colour, markersize=4)
@@ -311,18 +317,35 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
             high = np.nanmax(values[:, known], axis=0)
             ax.fill_between(grid[known], low, high, color=colour, alpha=0.15, linewidth=0)
         if task in CLEANRL:
-            drawn[PUBLISHED] = ax.axhline(CLEANRL[task], color="gray", linestyle=":")
+            ax.axhline(CLEANRL[task], color="gray", linestyle=":")
         ax.set(title=task, xlabel="minutes of one core", xlim=(0, minutes))
+        apart = 0.055 * np.diff(ax.get_ylim())[0]  # a line of text
+        for entrant, y in spread_out(ends, apart).items():
+            colour, text = COLOURS[entrant], NAMES.get(entrant, entrant)
+            place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            ax.annotate(text, (minutes, y), color=colour, fontsize=7.5, **place)
     panels[0][0].set_ylabel("return of ten episodes without noise")
-    lines = {name: drawn[name] for name in (*ENTRANTS, PUBLISHED) if name in drawn}
-    panels[0][-1].legend(lines.values(), lines.keys(), **curves.LEGEND)
+    figure.supxlabel(f"dotted: {PUBLISHED}", fontsize=8, color="gray")
     curves.save(figure, stem)
 
 
+def spread_out(places: dict[str, float], apart: float) -> dict[str, float]:
+    """The same places in the same order, moved until each is `apart` from the next."""
+    names = sorted(places, key=places.get)
+    moved = dict(places)
+    for _ in range(200):
+        for low, high in pairwise(names):
+            gap = apart - (moved[high] - moved[low])
+            if gap > 0:
+                moved[low] -= gap / 2
+                moved[high] += gap / 2
+    return moved
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
+    parser = command_line.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
     parser.set_defaults(seeds=2)
-    parser.add_argument("--minutes", type=run_dirs.few, default=30, help="per run")
+    parser.add_argument("--minutes", type=command_line.few, default=30, help="per run")
     parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, default=list(ENTRANTS))
     parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=list(RACED))
     parser.add_argument("--worker", choices=ENTRANTS, help="internal: one run")
@@ -356,4 +379,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main, processes.GOES_ON)
+    command_line.start(main, processes.GOES_ON)

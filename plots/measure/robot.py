@@ -23,10 +23,12 @@ import sys
 import time
 from pathlib import Path
 
+import command_line
 import numpy as np
 import processes
 import race
 import run_dirs
+import tables
 
 SCRIPT = "ppo_mujoco_worlds_torchcompile"
 STEPS = 1_250_000  # with which HalfCheetah gets beyond a return of 5,000
@@ -165,7 +167,8 @@ def shoot(robots: list[dict], path: Path) -> None:
         for column, shot in enumerate(robot["shots"]):
             checkpoint = run_dirs.ROOT / shot["checkpoint"]
             pictures, shot["return"] = play(robot["task"], checkpoint)
-            said = f"{shot['minutes']:.1f} min: {shot['return']:,.0f}"
+            name = robot["task"].partition("-")[0]
+            said = f"{name}, {shot['minutes']:.0f} min: {shot['return']:,.0f}"
             for sheet, picture in zip(sheets, pictures, strict=True):
                 panel = Image.fromarray(picture)
                 ImageDraw.Draw(panel).text(
@@ -189,17 +192,17 @@ def try_to_shoot(record: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--steps")
+    parser = command_line.make_parser(__doc__, "--out", "--steps")
     parser.set_defaults(steps=STEPS)
     parser.add_argument("--tasks", nargs="+", choices=race.LEVELS, default=["HalfCheetah-v5"])
-    parser.add_argument("--minutes", type=run_dirs.few, help="instead of --steps")
+    parser.add_argument("--minutes", type=command_line.few, help="instead of --steps")
     parser.add_argument("--film", nargs="+", type=float, default=[0, math.inf], help="minutes")
     parser.add_argument("--shoot", type=Path, help="internal: the film of this record")
     options = parser.parse_args(arguments)
     if options.shoot:
         record = run_dirs.read_json(options.shoot)
         shoot(record["robots"], options.shoot.with_suffix(".gif"))
-        run_dirs.write_json(options.shoot, record)  # now with the returns that the film shows
+        tables.write_json(options.shoot, record)  # now with the returns that the film shows
         return 0
     robots = []
     failures = []
@@ -219,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
         stem = options.out / "robot"
         draw(robots, stem)
         path = stem.with_name("robot.json")
-        run_dirs.write_json(path, {"schema": 1, "robots": robots})
+        tables.write_json(path, {"schema": 1, "robots": robots})
         for robot in robots:
             seconds, _, last = robot["evaluations"][-1]
             print(f"{robot['task']}: a return of {last:,.0f} after {seconds:.0f} s")
@@ -229,4 +232,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -11,7 +11,8 @@ from functools import partial
 
 import processes
 import run_dirs
-from run_dirs import short, spread
+import tables
+from tables import short, spread
 
 OPTIONS = ("--out", "--rounds", "--steps")
 
@@ -111,5 +112,5 @@ def report(
         above = [f"{title}: {record['command']}", *run_dirs.describe(hardware), *others]
         below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
         record = {"schema": 1, "machine": hardware} | record
-        run_dirs.write_report(options.out / name, above, table, below, record, labels=1)
+        tables.write_report(options.out / name, above, table, below, record, labels=1)
     return processes.say_failures(record["failures"])

@@ -1,6 +1,6 @@
 """The speed-up table and its figures: each algorithm as it is, rewritten, compiled and captured.
 
-    python plots/measure/speedup.py --quick                 three scripts, a run per row: minutes
+    python plots/measure/speedup.py --quick                 six scripts, a run per row: minutes
     python plots/measure/speedup.py --full                  every script, 3 seeds, full length: days
     python plots/measure/speedup.py --full --only 'ppo*compile' --seeds 1 --steps 100000
     python plots/measure/speedup.py --table-only runs/...   table and figures of runs that exist
@@ -10,9 +10,8 @@ the drift of a shared machine hits all alike; round n has seed n. --quick makes 
 short to learn anything, longer ones on a GPU, and leaves out the row eager. --full goes on where it
 stopped: a run that is finished, with the same command, on the same machine and versions, by a
 script that has not changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches, of all
-scripts and rows. What a step's time is spent on comes from a short run per row that is traced. Its
-speed, measured before the trace begins, counts only where --quick makes no other run. All numbers
-come from config.json and stages.json of the runs:
+scripts and rows. With --full, what a step's time is spent on comes from a short run per row that is
+traced. All numbers come from config.json and stages.json of the runs:
 
     steps/s         mean over the seeds, and range, of the steady environment steps per second
     speed-up        ratio of that mean to the baseline's, both over the rounds that both have
@@ -22,10 +21,10 @@ come from config.json and stages.json of the runs:
                     found it), `best` the fastest
     all steps/s     mean of all steps / all seconds
 
-Written to plots/out/: speedup.md and .json, the figures speedup, curves_learning, breakdown_stages
-and utilization with what else plots/curves.py (not with --quick), plots/breakdown.py and
-plots/utilization.py make of the runs, and logs/ with what each run printed. Exit status 1 if a run
-failed; the others count nevertheless.
+Written to plots/out/: speedup.md and .json, the figures speedup, breakdown, utilization and, not
+with --quick, breakdown_stages and curves_learning, with what else plots/curves.py,
+plots/breakdown.py and plots/utilization.py make of the runs, and logs/ with what each run printed.
+Exit status 1 if a run failed; the others count nevertheless.
 """
 
 import argparse
@@ -42,34 +41,48 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import command_line
 import processes
 import run_dirs
-from run_dirs import ROOT, ROWS, VARIANT, Run, in_units, read_runs, shown, spread, this_machine
+import tables
+from run_dirs import ROOT, ROWS, VARIANT, Run, read_runs, shown, this_machine
+from tables import in_units, spread
 
-QUICK = ("sac_continuous_action", "ppo_continuous_action", "ppo_cartpole_gpu")
+QUICK = (  # the table of README
+    "ppo_continuous_action",
+    "sac_continuous_action",
+    "td3_continuous_action",
+    "ppo_mujoco_worlds",
+    "sac_mujoco_worlds",
+    "ppo_cartpole_gpu",
+)
 TRACED = ["--stopwatch", "trace"]
 
 
 class Lengths(NamedTuple):
     """Flags of a script's runs, and about how many steps/s it makes, for the progress bar."""
 
-    quick: str | None  # where the traced run's window is too short to tell a speed
+    quick: str  # a window of some seconds
     traced: str  # just long enough for the steady window and the trace
     speed: int
 
 
 TINY = {  # flags of a rehearsal, in which a step takes a hundred times as long
-    "sac_continuous_action": "--learning-starts 50 --total-timesteps 250",
     "ppo_continuous_action": "--num-steps 64 --num-minibatches 2 --total-timesteps 1024",
+    "sac_continuous_action": "--learning-starts 50 --total-timesteps 250",
+    "td3_continuous_action": "--learning-starts 50 --total-timesteps 250",
+    "ppo_mujoco_worlds": "--physics c --num-envs 8 --num-steps 16 --total-timesteps 1024",
+    "sac_mujoco_worlds": "--physics c --num-envs 8 --learning-starts 100 --total-timesteps 1200",
     "ppo_cartpole_gpu": "--num-envs 64 --num-steps 16 --total-timesteps 40960",
 }
 EARLY = "--learning-starts 100 --total-timesteps 800"
-OFF_POLICY = Lengths(None, EARLY, 100)
-CONTINUOUS = Lengths("--total-timesteps 30720", "--total-timesteps 24576", 2000)
+OFF_POLICY = Lengths(EARLY, EARLY, 100)
+CONTINUOUS = Lengths("--total-timesteps 20480", "--total-timesteps 24576", 2000)
 ATARI = Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300)
 # Without --compile the trace of a rollout of 2,048 steps is a file that takes half a minute to
 # write. Rollouts of 512, also in minibatches of 64, have the same operations per step.
 SHORT = "--num-steps 512 --num-minibatches 8 --total-timesteps 6144"
+FEW_WORLDS = "--learning-starts 1000 --total-timesteps 10240"
 SCRIPTS = {
     "sac_continuous_action": OFF_POLICY,
     "td3_continuous_action": OFF_POLICY,
@@ -78,9 +91,9 @@ SCRIPTS = {
     "ppo_atari_envpool": ATARI,
     "ppo_atari_envpool_multigpu": ATARI,
     "pqn_atari_envpool": ATARI,
-    "ppo_cartpole_gpu": Lengths("--total-timesteps 3145728", "--total-timesteps 1048576", 200_000),
-    "ppo_mujoco_worlds": Lengths("--total-timesteps 524288", "--total-timesteps 49152", 10_000),
-    "sac_mujoco_worlds": Lengths("--total-timesteps 200000", "--total-timesteps 50000", 2000),
+    "ppo_cartpole_gpu": Lengths("--total-timesteps 1572864", "--total-timesteps 1048576", 200_000),
+    "ppo_mujoco_worlds": Lengths("--total-timesteps 163840", "--total-timesteps 49152", 10_000),
+    "sac_mujoco_worlds": Lengths(FEW_WORLDS, "--total-timesteps 50000", 2000),
 }
 CAPTURED = "--learning-starts 500 --total-timesteps 8000"
 MANY_WORLDS = "--num-envs 4096 --num-steps 16 --total-timesteps"
@@ -229,8 +242,6 @@ def make_jobs(
     for seed in range(1, seeds + 1):
         for script in scripts:
             lengths = known[script]
-            if length == "quick" and lengths.quick is None:
-                continue
             for row in rows:
                 file = f"leanrl/{script}{'' if row == 'baseline' else VARIANT}.py"
                 text = "" if length == "full" else getattr(lengths, length)
@@ -268,11 +279,8 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     tiny = options.tiny
     long = cuda and not tiny  # a rehearsal has a CPU's lengths
     jobs = make_jobs(scripts, rows, seeds, length, options.steps, tiny, long)
-    for script in scripts:  # soon after the run whose speed counts, if there is one
-        if options.quick and not long and SCRIPTS[script].quick is None:
-            jobs += make_jobs([script], rows, seeds, "traced", options.steps, tiny)
-        else:
-            jobs += make_jobs([script], rows, 1, "traced", tiny=tiny, cuda=long)
+    if not options.quick:
+        jobs += make_jobs(scripts, rows, 1, "traced", tiny=tiny, cuda=long)
     jobs.sort(key=lambda job: (job.seed, scripts.index(job.script), rows.index(job.row)))
     only = "*" if options.only is None else options.only
     return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
@@ -345,15 +353,15 @@ def write_table(
     below = [f"runs: {', '.join(sorted({shown(run.path.parent) for run in runs}))}/"]
     if (out / "logs").exists():
         below.append(f"logs: {shown(out / 'logs')}/")
-    run_dirs.write_report(out / "speedup", above, cells(rows), below, record)
+    tables.write_report(out / "speedup", above, cells(rows), below, record)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--steps", "--seeds")
+    parser = command_line.make_parser(__doc__, "--out", "--steps", "--seeds")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}; minutes")
+    what.add_argument("--quick", action="store_true", help="README's six scripts; minutes")
     what.add_argument("--full", action="store_true", help="every script at full length")
-    folders = run_dirs.OPTIONS["runs"]
+    folders = command_line.OPTIONS["runs"]
     what.add_argument("--table-only", metavar="RUNS_DIR", help="run nothing", **folders)
     parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
     parser.add_argument(
@@ -402,4 +410,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main, "interrupted; with --full the next call goes on from there")
+    command_line.start(main, "interrupted; with --full the next call goes on from there")

@@ -16,9 +16,11 @@ import os
 import sys
 from pathlib import Path
 
+import command_line
 import processes
 import robot
 import run_dirs
+import tables
 
 SCRIPT = "ppo_mujoco_worlds_torchcompile"
 ENV_ID = "joystick:AntJoystick-v0"
@@ -132,7 +134,7 @@ def draw(record: dict, stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out", "--steps")
+    parser = command_line.make_parser(__doc__, "--out", "--steps")
     parser.set_defaults(steps=3_000_000)
     options = parser.parse_args(arguments)
     os.environ["PYTHONPATH"] = str(run_dirs.ROOT / "leanrl/tasks")
@@ -159,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
         "following": follow(run.path / "checkpoint.pt"),
     }
     stem = options.out / "joystick"
-    run_dirs.write_json(stem.with_suffix(".json"), record)
+    tables.write_json(stem.with_suffix(".json"), record)
     print(json.dumps(record["following"], indent=2))
     draw(record, stem)
     film(run.path / "checkpoint.pt", stem.with_suffix(".gif"))
@@ -168,4 +170,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main)
+    command_line.start(main)

@@ -31,8 +31,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+import command_line
 import processes
 import run_dirs
+import tables
 from run_dirs import ROOT, label
 
 WALKER = ["--env-id", "Walker2d-v5"]
@@ -158,7 +160,7 @@ def train_library(algorithm: str) -> None:
     agent.train = staged("backpropagation", agent.train)
     agent.learn(steps, callback=Ticks())
     report = watch.measure()
-    run_dirs.write_json(folder / "stages.json", report)
+    tables.write_json(folder / "stages.json", report)
     watch.profiler.stop()
     watch.profiler.export_chrome_trace(str(folder / "trace.json.gz"))
     with SummaryWriter(folder) as writer:  # which tells how far the run has come
@@ -182,7 +184,7 @@ def make(name: str, command: list[str], logs: Path) -> processes.Turn:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = run_dirs.make_parser(__doc__, "--out")
+    parser = command_line.make_parser(__doc__, "--out")
     parser.add_argument("--only", default="*", help="surveys whose name matches")
     parser.add_argument("--library", choices=("sac", "td3"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -216,4 +218,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_dirs.start(main, processes.GOES_ON)
+    command_line.start(main, processes.GOES_ON)

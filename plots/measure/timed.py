@@ -1,4 +1,4 @@
-"""Runs that have the same minutes of a core: what returns and race share.
+"""Runs that have the same minutes of a core: what the race is made of.
 
 A run is a process of its own on a core of its own, whose compilers find nothing that was compiled
 before. The minutes are of processor time, of the process and of those that it has waited for, so
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import processes
 import run_dirs
+import tables
 import tqdm
 
 VERSIONS = re.compile("^versions (.*)$", re.MULTILINE)
@@ -178,7 +179,7 @@ def make(
         result["machine"] = run_dirs.machine([here])
         with writing:
             bar.update()
-            run_dirs.write_json(path, {"schema": 1, "runs": [*kept(), result]})
+            tables.write_json(path, {"schema": 1, "runs": [*kept(), result]})
 
     with bar, ThreadPoolExecutor(cores.qsize()) as pool:
         try:
@@ -213,4 +214,4 @@ def report(
     above = [f"{title}, as far as it is made: {command}", *dict.fromkeys(lines)]
     above.append(f"{lengths} minutes per run, in processor time, a core each")
     record = {"schema": 1, "command": command, "table": table, "rows": rows, "runs": runs}
-    run_dirs.write_report(stem, above, table, [], record)
+    tables.write_report(stem, above, table, [], record)
