@@ -145,9 +145,9 @@ OFF_POLICY_RUN = {"total_timesteps": 140}
 ON_POLICY = {"num_minibatches": 2, "update_epochs": 2}
 ATARI = ON_POLICY | {"env_id": "Breakout-v5", "num_envs": 4, "num_steps": 32}
 PPO_WRONG = {"clip_coef": 0.01, "max_grad_norm": 0.01, "ent_coef": 0.1, "vf_coef": 1.0}
-PPO_ANNEALED = {"ent_coef": (0.3, 0.2, 0.1), "vf_coef": (0.6, 0.7, 0.8)}
-NORMS = {"max_grad_norm": (0.4, 0.3, 0.2)}
-PPO_BOUNDS = {"clip_coef": (0.01, 0.5)}
+PPO_ANNEALED = {"ent_coef": (0.3, 0.2), "vf_coef": (0.6, 0.7)}
+NORMS = {"max_grad_norm": (0.4, 0.3)}
+PPO_BOUNDS = {"clip_coef": (0.01,)}
 PPO = {"wrong": PPO_WRONG, "annealed": PPO_ANNEALED | NORMS, "bounds": PPO_BOUNDS}
 # Where gradients and optimizer are compiled apart: Dynamo keeps the only number of a function
 PPO_IN_PARTS = {"wrong": PPO_WRONG, "annealed": PPO_ANNEALED, "bounds": PPO_BOUNDS | NORMS}
@@ -160,7 +160,7 @@ PAIRS = {
         update="update",
         flags=OFF_POLICY,
         wrong={"gamma": 0.9, "tau": 0.01, "policy_lr": 1e-3, "q_lr": 2e-3},
-        annealed={"gamma": (0.9, 0.8, 0.5), "tau": (0.1, 0.2, 0.3)},
+        annealed={"gamma": (0.9, 0.8), "tau": (0.1, 0.2)},
         run=OFF_POLICY_RUN | {"policy_frequency": 3, "target_network_frequency": 2},
     ),
     "td3": Pair(
@@ -172,11 +172,11 @@ PAIRS = {
         flags=OFF_POLICY,
         wrong={"gamma": 0.9, "tau": 0.01, "policy_noise": 0.3, "noise_clip": 0.3},
         annealed={
-            "gamma": (0.9, 0.8, 0.5),
-            "tau": (0.1, 0.2, 0.3),
-            "policy_noise": (0.3, 0.4, 0.5),
+            "gamma": (0.9, 0.8),
+            "tau": (0.1, 0.2),
+            "policy_noise": (0.3, 0.4),
         },
-        bounds={"noise_clip": (0.1, 0.3)},
+        bounds={"noise_clip": (0.1,)},
         run=OFF_POLICY_RUN,
     ),
     "sac_worlds": Pair(
@@ -187,7 +187,7 @@ PAIRS = {
         update="update",
         flags={"num_envs": 8, "batch_size": 16, "learning_starts": 200, "buffer_size": 500},
         wrong={"gamma": 0.9, "tau": 0.01},
-        annealed={"gamma": (0.9, 0.8, 0.5), "tau": (0.1, 0.2, 0.3)},
+        annealed={"gamma": (0.9, 0.8), "tau": (0.1, 0.2)},
         run={
             "env_id": "worlds/InvertedPendulum-v5",
             "physics": "c",
@@ -255,7 +255,7 @@ PAIRS = {
         draw=q_steps,
         flags=ATARI,
         wrong={"max_grad_norm": 0.01, "learning_rate": 1e-3},
-        annealed={"max_grad_norm": (0.1, 0.2, 0.3)},
+        annealed={"max_grad_norm": (0.1, 0.2)},
         run={"total_timesteps": 3 * 128, "update_epochs": 1},
     ),
 }

@@ -55,21 +55,20 @@ def script_of(steps, seconds_per_step, warmup_steps):
 
 
 @pytest.mark.parametrize(
-    ("script", "moments", "settings", "expected"),
+    ("script", "moments", "expected"),
     [
-        ((100, 30, 4), [1, 2, 4], {}, [[1, 2, 20], [2, 4, 40], [4, 8, 80]]),
-        ((100, 30, 4), [1, 2, 4], {"warmup": False}, [[1, 6, 60], [2, 8, 80], [4, 12, 120]]),
-        ((9, 90, 1), [1, 2, 3], {}, [[1.5, 1, 10], [3, 2, 20]]),  # a step passes two moments
-        ((3, 30, 1), [1, 9], {"count": lambda run: 7 * run.step}, [[1, 14, 20], [1.5, 21, 30]]),
+        ((100, 30, 4), [1, 2, 4], [[1, 2, 20], [2, 4, 40], [4, 8, 80]]),
+        ((9, 90, 1), [1, 2, 3], [[1.5, 1, 10], [3, 2, 20]]),  # a step passes two moments
+        ((3, 30, 1), [1, 9], [[1, 2, 20], [1.5, 3, 30]]),
     ],
-    ids=["moments", "without-warm-up", "long-steps", "all-steps-made"],
+    ids=["moments", "long-steps", "all-steps-made"],
 )
 def test_evaluations_come_at_their_minutes(
-    monkeypatch, capsys, tmp_path, script, moments, settings, expected
+    monkeypatch, capsys, tmp_path, script, moments, expected
 ):
     monkeypatch.setattr(timed, "Clock", Clock)
     monkeypatch.setattr(Clock, "now", 0.0)
-    timed.train(script_of(*script), SimpleNamespace(eval_every=1), moments, **settings)
+    timed.train(script_of(*script), SimpleNamespace(eval_every=1), moments)
     log = tmp_path / "log"
     log.write_text(capsys.readouterr().out)
     assert timed.read(log)["evaluations"] == expected

@@ -372,7 +372,6 @@ WITH_GPUS = []
 for its_path in sorted(Path(__file__).parent.glob("test_*.py")):
     if "mark.gpu" in its_path.read_text() and not its_path.stem.startswith(OF_ELSEWHERE):
         WITH_GPUS.append([its_path.name])
-WITH_GPUS.append(["test_mujoco.py::test_graphed_runs_agree_with_eager"])
 for its_how in ("eager", "graphs"):
     its_test = f"test_devices_do_not_change_what_is_learned[{its_how}-('cuda', 'cpu')]"
     WITH_GPUS.append([f"test_async.py::{its_test}"])

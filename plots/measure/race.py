@@ -186,7 +186,7 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
             mean_return, _ = evaluate_policy(self.model, test_env, 10)
             test_env.close()
             clock.go_back(shown)
-            timed.say(shown, self.num_timesteps, "steps", mean_return)
+            timed.say(shown, self.num_timesteps, mean_return)
             waiting.pop(0)
             return bool(waiting)
 

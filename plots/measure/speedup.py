@@ -10,8 +10,8 @@ the drift of a shared machine hits all alike; round n has seed n. --quick makes 
 short to learn anything, longer ones on a GPU, and leaves out the row eager. --full goes on where it
 stopped: a run that is finished, with the same command, on the same machine and versions, by a
 script that has not changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches, of all
-scripts and rows. With --full, what a step's time is spent on comes from a short run per row that is
-traced. All numbers come from config.json and stages.json of the runs:
+scripts and rows. With --full or a GPU, what a step's time is spent on comes from a short run per
+row that is traced. All numbers come from config.json and stages.json of the runs:
 
     steps/s         mean over the seeds, and range, of the steady environment steps per second
     speed-up        ratio of that mean to the baseline's, both over the rounds that both have
@@ -21,8 +21,8 @@ traced. All numbers come from config.json and stages.json of the runs:
                     found it), `best` the fastest
     all steps/s     mean of all steps / all seconds
 
-Written to plots/out/: speedup.md and .json, the figures speedup, breakdown, utilization and, not
-with --quick, breakdown_stages and curves_learning, with what else plots/curves.py,
+Written to plots/out/: speedup.md and .json, the figures speedup, breakdown, utilization, of traced
+runs breakdown_stages and, not with --quick, curves_learning, with what else plots/curves.py,
 plots/breakdown.py and plots/utilization.py make of the runs, and logs/ with what each run printed.
 Exit status 1 if a run failed; the others count nevertheless.
 """
@@ -279,7 +279,7 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     tiny = options.tiny
     long = cuda and not tiny  # a rehearsal has a CPU's lengths
     jobs = make_jobs(scripts, rows, seeds, length, options.steps, tiny, long)
-    if not options.quick:
+    if long or not options.quick:
         jobs += make_jobs(scripts, rows, 1, "traced", tiny=tiny, cuda=long)
     jobs.sort(key=lambda job: (job.seed, scripts.index(job.script), rows.index(job.row)))
     only = "*" if options.only is None else options.only

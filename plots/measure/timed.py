@@ -48,9 +48,9 @@ class Clock:
         self.left_out += self.seconds() - seconds
 
 
-def say(seconds: float, number: int, unit: str, mean_return: float) -> None:
+def say(seconds: float, steps: int, mean_return: float) -> None:
     """Tells an evaluation, as `read` finds it."""
-    print(f"after {seconds / 60:.2f} min: {number} {unit}, return {mean_return:.1f}", flush=True)
+    print(f"after {seconds / 60:.2f} min: {steps} steps, return {mean_return:.1f}", flush=True)
 
 
 def say_versions() -> None:
@@ -58,7 +58,7 @@ def say_versions() -> None:
 
 
 def read(log: Path) -> dict:
-    """{evaluations: [[minutes, steps or updates, return], ...], versions}; ValueError without."""
+    """{evaluations: [[minutes, steps, return], ...], versions}; ValueError without."""
     text = log.read_text(errors="replace")
     found = LINE.findall(text)
     if not found:
@@ -68,17 +68,10 @@ def read(log: Path) -> dict:
     return {"evaluations": evaluations, "versions": json.loads(versions[1]) if versions else {}}
 
 
-def train(
-    script,
-    args,
-    moments: list[float],
-    warmup: bool = True,
-    count: Callable = lambda run: run.step,
-    unit: str = "steps",
-) -> None:
+def train(script, args, moments: list[float]) -> None:
     """Trains by a script of ours, a module, and evaluates after each of these minutes.
 
-    It ends after the last of them, or when its steps are made. The `warmup` counts, or does not.
+    It ends after the last of them, or when its steps are made.
     """
     clock = Clock()
     waiting = list(moments)
@@ -90,9 +83,6 @@ def train(
             nonlocal shown
             if every != self.flags["eval_every"]:
                 return super().due(every, at_end)
-            if not warmup and not self.watch.warmup_seconds:
-                clock.go_back(0.0)
-                return False
             shown = clock.seconds()
             return shown >= 60 * waiting[0] or self.step >= self.total_steps
 
@@ -101,7 +91,7 @@ def train(
             if "charts/eval_return" not in row:
                 return
             clock.go_back(shown)
-            say(shown, count(self), unit, row["charts/eval_return"])
+            say(shown, self.step, row["charts/eval_return"])
             while waiting and shown >= 60 * waiting[0]:
                 waiting.pop(0)
             self.ending = self.ending or not waiting
