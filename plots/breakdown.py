@@ -21,9 +21,9 @@ Gleeson et al., "RL-Scope: Cross-Stack Profiling for Deep Reinforcement Learning
 import sys
 from pathlib import Path
 
-import command_line
 import curves
 import matplotlib.pyplot as plt
+import program
 import run_dirs
 import tables
 from matplotlib.patches import Patch
@@ -354,8 +354,8 @@ def write(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return command_line.draw_runs(__doc__, "breakdown", write, arguments)
+    return program.draw_runs(__doc__, "breakdown", write, arguments)
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import command_line
+import program
 import run_dirs
 import tables
 import traces
@@ -185,8 +185,8 @@ def read_out(report: dict) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "runs")
-    steps = {"type": command_line.count, "default": 1}
+    parser = program.make_parser(__doc__, "runs")
+    steps = {"type": program.count, "default": 1}
     parser.add_argument("--steps", help="in the window of a trace alone", **steps)
     options = parser.parse_args(arguments)
     status = 0
@@ -206,4 +206,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

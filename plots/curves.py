@@ -41,9 +41,9 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
-import command_line
 import matplotlib
 import numpy as np
+import program
 import run_dirs
 import tables
 from cycler import cycler
@@ -527,17 +527,15 @@ def save(figure, stem: Path) -> list[Path]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line.make_parser(__doc__, "runs")
+    parser = program.make_parser(__doc__, "runs")
     default = str(ROOT / "plots/out/curves")
-    parser.add_argument("--out", type=command_line.stem, default=default, help="NAME")
+    parser.add_argument("--out", type=program.stem, default=default, help="NAME")
     parser.add_argument("--metric", default=RETURN, help=f"of TensorBoard (default: {RETURN})")
     parser.add_argument("--x", help="steps, seconds or a metric (default: both)")
     parser.add_argument("--by", nargs="+", metavar="NAME", help="settings that make lines")
     parser.add_argument("--where", nargs="+", default=[], metavar="NAME=VALUE", help="only these")
     parser.add_argument("--band", choices=BANDS, default="bootstrap")
-    parser.add_argument(
-        "--last", type=command_line.count, help="values that a curve is the mean of"
-    )
+    parser.add_argument("--last", type=program.count, help="values that a curve is the mean of")
     parser.add_argument("--target", type=float, help="value of the metric to reach")
     return parser.parse_args(arguments)
 
@@ -612,4 +610,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-import command_line
 import curves
 import matplotlib.pyplot as plt
 import numpy as np
+import program
 import run_dirs
 import tables
 from tables import in_units
@@ -253,7 +253,7 @@ def write(record: dict, stem: Path) -> None:
 
 def redraw(doc: str, write: Callable, arguments: list[str] | None = None) -> int:
     """A program that calls write(record, stem) for the records that it is given."""
-    parser = command_line.make_parser(doc)
+    parser = program.make_parser(doc)
     parser.add_argument("records", type=run_dirs.real, nargs="+")
     for path in parser.parse_args(arguments).records:
         try:
@@ -272,4 +272,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import command_line
 import numpy as np
+import program
 import run_dirs
 from run_dirs import ROOT, processor, shown
 from tables import as_markdown, in_units, short, with_range
@@ -506,7 +506,7 @@ def write(path: Path, text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__)
+    parser = program.make_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
     differing = []
@@ -528,4 +528,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

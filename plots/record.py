@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-import command_line
+import program
 import run_dirs
 import tables
 
@@ -57,9 +57,9 @@ def record_of(run_dir: Path) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__)
-    parser.add_argument("record", type=command_line.stem)
-    parser.add_argument("runs", **command_line.OPTIONS["runs"])
+    parser = program.make_parser(__doc__)
+    parser.add_argument("record", type=program.stem)
+    parser.add_argument("runs", **program.OPTIONS["runs"])
     parser.add_argument("--note", default="")
     args = parser.parse_args(arguments)
     runs = []
@@ -77,4 +77,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

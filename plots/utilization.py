@@ -29,10 +29,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import breakdown
-import command_line
 import curves
 import matplotlib.pyplot as plt
 import numpy as np
+import program
 import run_dirs
 import tables
 from run_dirs import Run, label, shown
@@ -192,8 +192,8 @@ def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return command_line.draw_runs(__doc__, "utilization", write, arguments)
+    return program.draw_runs(__doc__, "utilization", write, arguments)
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

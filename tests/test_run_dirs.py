@@ -289,7 +289,7 @@ def test_wrong_arguments_are_one_line(program, flags, said, tmp_path, monkeypatc
 def test_a_closed_pipe_is_no_traceback():
     """More than a pipe holds, and as little as Python flushes only at its end."""
     for length in (10**6, 10):
-        code = f"import command_line; command_line.start(lambda: print('x' * {length}))"
+        code = f"import program; program.start(lambda: print('x' * {length}))"
         command = f'"{sys.executable}" -c "{code}" | true; echo ${{PIPESTATUS[0]}}'
         folder = ROOT / "plots"
         done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
@@ -304,7 +304,7 @@ def test_a_closed_pipe_is_no_traceback():
     ],
 )
 def test_what_cannot_be_written_is_one_line(code, said):
-    command = [sys.executable, "-c", f"import command_line; command_line.start(lambda: {code})"]
+    command = [sys.executable, "-c", f"import program; program.start(lambda: {code})"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT / "plots", stdout=full, stderr=-1, text=True)
     assert (done.returncode, done.stderr) == (1, f"{said}\n")
@@ -325,3 +325,18 @@ def test_modules_import_one_another_in_one_direction():
     tuple(graphlib.TopologicalSorter(imports).static_order())  # raises where there is a circle
     for name in (path.stem for path in (ROOT / "plots").glob("*.py")):
         assert all(files[other].parent.name == "plots" for other in imports[name]), name
+
+
+def test_programs_find_their_modules():
+    """Also those of plots/, from plots/measure/, and as Python starts them."""
+    code = """
+import importlib, pathlib, sys
+plain = sys.path[1:]
+for path in sorted(pathlib.Path("plots").rglob("*.py")):
+    sys.path[:] = [str(path.parent.resolve()), *plain]
+    importlib.import_module(path.stem)
+    for name, module in list(sys.modules.items()):
+        if "/plots/" in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

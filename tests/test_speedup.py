@@ -311,10 +311,10 @@ def test_a_signal_ends_the_running_child(number, tmp_path):
     )
     parent = (
         f"import sys; sys.path.append({str(ROOT / 'plots/measure')!r})\n"
-        "import signal, processes, command_line; from pathlib import Path\n"
+        "import signal, processes, program; from pathlib import Path\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"command, log = [sys.executable, '-c', {child!r}], Path({str(log)!r})\n"
-        "command_line.start(lambda: processes.run_logged(command, log, print))\n"
+        "program.start(lambda: processes.run_logged(command, log, print))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
     deadline = time.time() + 60

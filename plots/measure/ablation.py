@@ -28,9 +28,9 @@ import sys
 import time
 from contextlib import ExitStack
 
-import command_line
 import numpy as np
 import processes
+import program
 import rounds
 import run_dirs
 import torch
@@ -316,7 +316,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, *rounds.OPTIONS, "--seed")
+    parser = program.make_parser(__doc__, *rounds.OPTIONS, "--seed")
     parser.add_argument("--algorithm", choices=SETTINGS, default="ppo")
     parser.add_argument("--worker", help="internal: one run, without this trick")
     options = parser.parse_args(arguments)
@@ -340,4 +340,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

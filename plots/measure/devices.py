@@ -23,8 +23,8 @@ import argparse
 import statistics
 import sys
 
-import command_line
 import processes
+import program
 import rounds
 import run_dirs
 
@@ -105,7 +105,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, *rounds.OPTIONS)
+    parser = program.make_parser(__doc__, *rounds.OPTIONS)
     options = parser.parse_args(arguments)
     options.steps = options.steps or STEPS
     import torch  # here, so that --help is quick
@@ -123,4 +123,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

@@ -34,9 +34,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import command_line
 import numpy as np
 import processes
+import program
 import rounds
 import run_dirs
 import torch
@@ -294,7 +294,7 @@ def draw(results: list[dict], stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out", "--rounds", "--seed")
+    parser = program.make_parser(__doc__, "--out", "--rounds", "--seed")
     parser.set_defaults(rounds=5)
     parser.add_argument("--worker", help="internal: one run")
     parser.add_argument("--exp-name", help="internal: of the worker")
@@ -320,4 +320,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

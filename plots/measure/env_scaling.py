@@ -28,10 +28,10 @@ from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
-import command_line
 import gymnasium as gym
 import numpy as np
 import processes
+import program
 import run_dirs
 import torch
 from env_kernel import KernelCartPole
@@ -277,7 +277,7 @@ def measure_steps(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out")
+    parser = program.make_parser(__doc__, "--out")
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     parser.add_argument("--only", metavar="GLOB", help="the arms that match")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a point, without --quick")
@@ -303,4 +303,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

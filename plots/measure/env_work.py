@@ -22,18 +22,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import command_line
-import curves
-import env_report
 import env_scaling
 import gymnasium as gym
 import matplotlib.pyplot as plt
-import processes
-import run_dirs
-import tables
+import processes  # by which the modules of plots/ are found
 import torch
 from env_scaling import Arm
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+
+# isort: split
+import curves
+import env_report
+import program
+import run_dirs
+import tables
 
 from leanrl.ppo_cartpole_gpu import CartPole
 
@@ -239,7 +241,7 @@ def write(record: dict, stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out")
+    parser = program.make_parser(__doc__, "--out")
     parser.add_argument("--quick", action="store_true", help="few points, short samples")
     parser.add_argument("--redraw", metavar="JSON", type=run_dirs.real, help="of this record")
     options = parser.parse_args(arguments)
@@ -260,4 +262,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

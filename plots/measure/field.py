@@ -46,9 +46,9 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import command_line
 import numpy as np
 import processes
+import program
 import rounds
 import run_dirs
 
@@ -298,9 +298,9 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, *rounds.OPTIONS, "--seed", "--field-python")
+    parser = program.make_parser(__doc__, *rounds.OPTIONS, "--seed", "--field-python")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sac")
-    parser.add_argument("--cores", type=command_line.few, default=1, help="and threads, of a run")
+    parser.add_argument("--cores", type=program.few, default=1, help="and threads, of a run")
     parser.add_argument("--peer", help="what runs CleanRL's file, for PQN")
     parser.add_argument("--worker", choices=LIBRARIES.values(), help="internal: one library's run")
     options = parser.parse_args(arguments)
@@ -337,4 +337,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import command_line
 import processes
+import program
 import torch
 from run_dirs import ROOT, shown
 
@@ -107,7 +107,7 @@ def make(command: list[str], logs: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out")
+    parser = program.make_parser(__doc__, "--out")
     parser.add_argument("--only", default="*", metavar="GLOB", help="sources that match")
     parser.add_argument("--list", action="store_true", help="say what there is")
     options = parser.parse_args(arguments)
@@ -144,4 +144,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main, processes.GOES_ON)
+    program.start(main, processes.GOES_ON)

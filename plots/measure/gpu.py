@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import command_line
 import processes
+import program
 import run_dirs
 import tables
 import torch
@@ -176,7 +176,7 @@ def write_page(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out")
+    parser = program.make_parser(__doc__, "--out")
     parser.add_argument("--rehearse", action="store_true", help="tiny, and without a GPU")
     options = parser.parse_args(arguments)
     results = []
@@ -204,4 +204,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

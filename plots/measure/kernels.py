@@ -50,8 +50,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-import command_line
 import processes
+import program
 import run_dirs
 import tables
 from run_dirs import ROOT
@@ -396,7 +396,7 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out")
+    parser = program.make_parser(__doc__, "--out")
     parser.add_argument("--only", nargs="*", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--peer", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
     parser.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -423,4 +423,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

@@ -31,8 +31,8 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-import command_line
 import processes
+import program
 import run_dirs
 import speedup
 import tables
@@ -162,7 +162,7 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out", "--seeds")
+    parser = program.make_parser(__doc__, "--out", "--seeds")
     parser.set_defaults(seeds=3)
     parser.add_argument("--only", default="*", metavar="GLOB", help="of every 'SCRIPT ROW'")
     parser.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -204,4 +204,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

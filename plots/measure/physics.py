@@ -21,10 +21,10 @@ import os
 import statistics
 import time
 
-import command_line
 import gymnasium as gym
 import numpy as np
 import processes
+import program
 import run_dirs
 import tables
 import torch
@@ -107,10 +107,8 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out")
-    parser.add_argument(
-        "--blocks", type=command_line.few, default=15, help="that count, of each arm"
-    )
+    parser = program.make_parser(__doc__, "--out")
+    parser.add_argument("--blocks", type=program.few, default=15, help="that count, of each arm")
     parser.add_argument("--tasks", nargs="+", choices=WORLDS, default=list(WORLDS))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # as in the script's loop
@@ -140,4 +138,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

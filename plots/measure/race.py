@@ -37,9 +37,9 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import command_line
 import numpy as np
 import processes
+import program
 import tables
 import timed
 
@@ -343,9 +343,9 @@ def spread_out(places: dict[str, float], apart: float) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
+    parser = program.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
     parser.set_defaults(seeds=2)
-    parser.add_argument("--minutes", type=command_line.few, default=30, help="per run")
+    parser.add_argument("--minutes", type=program.few, default=30, help="per run")
     parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, default=list(ENTRANTS))
     parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=list(RACED))
     parser.add_argument("--worker", choices=ENTRANTS, help="internal: one run")
@@ -379,4 +379,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main, processes.GOES_ON)
+    program.start(main, processes.GOES_ON)

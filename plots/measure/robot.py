@@ -23,9 +23,9 @@ import sys
 import time
 from pathlib import Path
 
-import command_line
 import numpy as np
 import processes
+import program
 import race
 import run_dirs
 import tables
@@ -192,10 +192,10 @@ def try_to_shoot(record: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out", "--steps")
+    parser = program.make_parser(__doc__, "--out", "--steps")
     parser.set_defaults(steps=STEPS)
     parser.add_argument("--tasks", nargs="+", choices=race.LEVELS, default=["HalfCheetah-v5"])
-    parser.add_argument("--minutes", type=command_line.few, help="instead of --steps")
+    parser.add_argument("--minutes", type=program.few, help="instead of --steps")
     parser.add_argument("--film", nargs="+", type=float, default=[0, math.inf], help="minutes")
     parser.add_argument("--shoot", type=Path, help="internal: the film of this record")
     options = parser.parse_args(arguments)
@@ -232,4 +232,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

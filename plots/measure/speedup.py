@@ -41,8 +41,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import command_line
 import processes
+import program
 import run_dirs
 import tables
 from run_dirs import ROOT, ROWS, VARIANT, Run, read_runs, shown, this_machine
@@ -357,11 +357,11 @@ def write_table(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out", "--steps", "--seeds")
+    parser = program.make_parser(__doc__, "--out", "--steps", "--seeds")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--quick", action="store_true", help="README's six scripts; minutes")
     what.add_argument("--full", action="store_true", help="every script at full length")
-    folders = command_line.OPTIONS["runs"]
+    folders = program.OPTIONS["runs"]
     what.add_argument("--table-only", metavar="RUNS_DIR", help="run nothing", **folders)
     parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
     parser.add_argument(
@@ -410,4 +410,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main, "interrupted; with --full the next call goes on from there")
+    program.start(main, "interrupted; with --full the next call goes on from there")

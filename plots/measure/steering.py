@@ -16,8 +16,8 @@ import os
 import sys
 from pathlib import Path
 
-import command_line
 import processes
+import program
 import robot
 import run_dirs
 import tables
@@ -134,7 +134,7 @@ def draw(record: dict, stem: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out", "--steps")
+    parser = program.make_parser(__doc__, "--out", "--steps")
     parser.set_defaults(steps=3_000_000)
     options = parser.parse_args(arguments)
     os.environ["PYTHONPATH"] = str(run_dirs.ROOT / "leanrl/tasks")
@@ -170,4 +170,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main)
+    program.start(main)

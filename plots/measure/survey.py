@@ -31,8 +31,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-import command_line
 import processes
+import program
 import run_dirs
 import tables
 from run_dirs import ROOT, label
@@ -184,7 +184,7 @@ def make(name: str, command: list[str], logs: Path) -> processes.Turn:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.make_parser(__doc__, "--out")
+    parser = program.make_parser(__doc__, "--out")
     parser.add_argument("--only", default="*", help="surveys whose name matches")
     parser.add_argument("--library", choices=("sac", "td3"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -218,4 +218,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command_line.start(main, processes.GOES_ON)
+    program.start(main, processes.GOES_ON)

@@ -114,11 +114,11 @@ def make(
 ) -> tuple[list[dict], list[str]]:
     """Makes those runs (name, task, seed) of a `kind` that are not yet in its file.
 
-    The file is options.out/PROGRAM.json. A name's worker is the program itself, by `python`(name)
+    The file is options.out/PROGRAM.json. A name's worker is that program itself, by `python`(name)
     or this Python. Returns all runs in the file, also of other lengths, and what went wrong.
     """
-    program = Path(sys.argv[0]).resolve()
-    path = options.out / f"{program.stem}.json"
+    worker = Path(sys.argv[0]).resolve()
+    path = options.out / f"{worker.stem}.json"
 
     def kept() -> list[dict]:
         return run_dirs.read_json(path)["runs"] if path.exists() else []
@@ -144,7 +144,7 @@ def make(
     def work(run: tuple) -> None:
         name, task, seed = run
         log = options.out / "logs" / (re.sub(r"\W+", "-", f"{kind}-{name}-{task}-{seed}") + ".log")
-        command = [python(name) or sys.executable, str(program), "--worker", name]
+        command = [python(name) or sys.executable, str(worker), "--worker", name]
         command += ["--tasks", task, "--seed", str(seed), "--minutes", str(options.minutes)]
         here = run_dirs.this_machine()
         here["cpu"]["threads"] = 1
