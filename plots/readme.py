@@ -142,7 +142,8 @@ def by_row(name: str) -> dict[tuple[str, str], dict]:
 def speed() -> str:
     """Baseline and variant of each script, on a CPU and on a GPU."""
     on_cpu, on_gpu = by_row("speedup/all__epyc"), by_row("speedup/all__h200")
-    table = [["steps/s of", "CPU: baseline", "variant", "", "GPU: baseline", "variant", ""]]
+    heading = ["steps/s", "CPU: baseline", "variant", "speed-up"]
+    table = [[*heading, "GPU: baseline", "variant", "speed-up"]]
     for script in SHOWN:
         line = [f"`{script}`"]
         for rows, best in ((on_cpu, "compile"), (on_gpu, CAPTURED)):

@@ -16,9 +16,9 @@ row that is traced. All numbers come from config.json and stages.json of the run
     steps/s         mean over the seeds, and range, of the steady environment steps per second
     speed-up        ratio of that mean to the baseline's, both over the rounds that both have
     warm-up s       what steps/s leaves out: random exploration, compilation and capture, but not
-                    the imports. `first` is the row's first run, for which the compiler's cache is
-                    empty, but for headers that all rows share (--table-only, --full: as the run
-                    found it), `best` the fastest
+                    the imports. `first` is the row's first run, for which --full empties the
+                    compiler's cache, but for headers that all rows share; --quick takes the cache
+                    as it is. `best` is the fastest
     all steps/s     mean of all steps / all seconds
 
 Written to plots/out/: speedup.md and .json, the figures speedup, breakdown, utilization, of traced
@@ -75,14 +75,14 @@ TINY = {  # flags of a rehearsal, in which a step takes a hundred times as long
     "sac_mujoco_worlds": "--physics c --num-envs 8 --learning-starts 100 --total-timesteps 1200",
     "ppo_cartpole_gpu": "--num-envs 64 --num-steps 16 --total-timesteps 40960",
 }
-EARLY = "--learning-starts 100 --total-timesteps 800"
+EARLY = "--learning-starts 100 --total-timesteps 600"
 OFF_POLICY = Lengths(EARLY, EARLY, 100)
 CONTINUOUS = Lengths("--total-timesteps 20480", "--total-timesteps 24576", 2000)
 ATARI = Lengths("--total-timesteps 32768", "--total-timesteps 8192", 300)
 # Without --compile the trace of a rollout of 2,048 steps is a file that takes half a minute to
 # write. Rollouts of 512, also in minibatches of 64, have the same operations per step.
 SHORT = "--num-steps 512 --num-minibatches 8 --total-timesteps 6144"
-FEW_WORLDS = "--learning-starts 1000 --total-timesteps 10240"
+FEW_WORLDS = "--learning-starts 1000 --total-timesteps 8192"
 SCRIPTS = {
     "sac_continuous_action": OFF_POLICY,
     "td3_continuous_action": OFF_POLICY,
@@ -91,8 +91,8 @@ SCRIPTS = {
     "ppo_atari_envpool": ATARI,
     "ppo_atari_envpool_multigpu": ATARI,
     "pqn_atari_envpool": ATARI,
-    "ppo_cartpole_gpu": Lengths("--total-timesteps 1572864", "--total-timesteps 1048576", 200_000),
-    "ppo_mujoco_worlds": Lengths("--total-timesteps 163840", "--total-timesteps 49152", 10_000),
+    "ppo_cartpole_gpu": Lengths("--total-timesteps 1310720", "--total-timesteps 1048576", 200_000),
+    "ppo_mujoco_worlds": Lengths("--total-timesteps 131072", "--total-timesteps 49152", 10_000),
     "sac_mujoco_worlds": Lengths(FEW_WORLDS, "--total-timesteps 50000", 2000),
 }
 CAPTURED = "--learning-starts 500 --total-timesteps 8000"
@@ -206,14 +206,17 @@ def cells(rows: list[dict]) -> list[list[str]]:
     return table
 
 
-def run_all(jobs: list[Job], logs: Path) -> tuple[list[Run], list[str]]:
-    """Makes the runs one after the other; the finished ones, and for each other one what it was."""
+def run_all(jobs: list[Job], logs: Path, empty: bool) -> tuple[list[Run], list[str]]:
+    """Makes the runs one after the other; the finished ones, and for each other one what it was.
+
+    The compiler's cache is `empty` for a row's first run, or the user's.
+    """
     turns = []
     with tempfile.TemporaryDirectory() as caches:
         for job in jobs:
             log = logs / f"{job.name.replace(' ', '-')}.log"
-            cache = Path(caches, f"{job.script}-{job.row}")  # empty, for `first`
-            environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+            cache = Path(caches, f"{job.script}-{job.row}")
+            environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} if empty else {}
             keywords = {"what": job.name, "environment": environment}
             make = partial(processes.run_and_read, job.command, log, **keywords)
             seconds = 10 + job.steps / job.speed
@@ -394,7 +397,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"kept: {name}, {shown(run.path)}")
         jobs = [job for job in jobs if job.name not in kept]
         print(f"{len(jobs)} runs, {sum(job.steps for job in jobs):,} environment steps in all")
-        runs, failures = run_all(jobs, options.out / "logs")
+        runs, failures = run_all(jobs, options.out / "logs", empty=options.full)
         runs = [*kept.values(), *runs]
 
     if reason := run_dirs.incomparable(timed(runs)):
