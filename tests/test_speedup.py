@@ -287,7 +287,12 @@ def test_steps_can_be_given():
 
 
 def test_quick_runs_are_longer_on_a_gpu():
-    on_cpu, on_gpu = ({(x.row, x.script): x.steps for x in plan(cuda)} for cuda in (False, True))
+    on_cpu, on_gpu = (
+        {(x.row, x.script): x.steps for x in plan(cuda) if "trace" not in x.command}
+        for cuda in (False, True)
+    )
+    assert len(plan(True)) == 2 * len(on_gpu), "each row also has a trace, on a GPU only"
+    assert len(plan(False)) == len(on_cpu)
     rows = ("baseline", "compile")
     assert on_cpu.keys() == {(row, script) for row in rows for script in speedup.QUICK}
     rows = (*rows, "cudagraphs", "compile+cudagraphs")
