@@ -54,12 +54,19 @@ class Pair(NamedTuple):
         return getattr(module, self.agent)(args, *self.space, device)
 
     def make_both(self, device=CPU, **flags) -> tuple:
-        """Both agents; the variant's gets the flags, and has the weights of the baseline's."""
+        """Both agents; the variant's gets the flags. They begin alike, and are then moved alike.
+
+        Ones, zeros, and targets that are the networks would hide a mix-up.
+        """
         reference, agent = (
             self.make(self.baseline, device),
             self.make(self.variant, device, **flags),
         )
         assert_same_weights(reference, agent, 0.0)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        agent.load_state_dict(stacked(reference.state_dict()))
         return reference, agent
 
 
