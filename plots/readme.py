@@ -24,14 +24,6 @@ PAGES = ROOT / "README.md", ROOT / "plots/README.md"
 RESULTS = ROOT / "plots/results"
 REGION = re.compile(r"(<!-- record: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 CAPTURED = "compile+cudagraphs"
-SHOWN = (  # the scripts of README's table, in its order
-    "ppo_continuous_action",
-    "sac_continuous_action",
-    "td3_continuous_action",
-    "ppo_mujoco_worlds",
-    "sac_mujoco_worlds",
-    "ppo_cartpole_gpu",
-)
 CLEANRL = "CleanRL {}, training, 1 M"  # docs.cleanrl.dev
 LEARNED = [  # algorithm, records, what others have published
     ("SAC", ["sac_halfcheetah"], CLEANRL.format("9,635 +- 1,424")),
@@ -84,10 +76,6 @@ TRICKS = [  # what README says of a trick, and where a record says what it is wo
     ("An Adam of our own, which compiles with the rest", "ppo", "an Adam that compiles"),
     ("Both Q-networks in one batched product, by `vmap`", "sac", "critics stacked by vmap"),
 ]
-NAMES = {  # the race's entrants, as a reader knows them
-    "zoo's PPO": "Stable-Baselines3 PPO",
-    "zoo's SAC": "Stable-Baselines3 SAC",
-}
 READ = []  # the records so far: what is lacking, the last one lacks
 
 
@@ -144,7 +132,7 @@ def speed() -> str:
     on_cpu, on_gpu = by_row("speedup/all__epyc"), by_row("speedup/all__h200")
     heading = ["steps/s", "CPU: baseline", "variant", "speed-up"]
     table = [[*heading, "GPU: baseline", "variant", "speed-up"]]
-    for script in SHOWN:
+    for script in run_dirs.SHOWN:
         line = [f"`{script}`"]
         for rows, best in ((on_cpu, "compile"), (on_gpu, CAPTURED)):
             for row in ("baseline", best):
@@ -164,9 +152,8 @@ def tricks() -> str:
         rows = {row["without"]: row for row in record(f"ablation/{algorithm}__epyc")["rows"]}
         table.append([words, algorithm.upper(), f"{1 / rows[name]['of_whole']:.2f}x"])
     rows = by_row("speedup/earlier__h200")
-    for script in ("sac_continuous_action", "ppo_cartpole_gpu"):
+    for title, script in (("SAC", "sac_continuous_action"), ("CartPole", "ppo_cartpole_gpu")):
         ratio = rows[script, CAPTURED]["speedup"] / rows[script, "compile"]["speedup"]
-        title = "SAC" if script.startswith("sac") else "CartPole"
         table.append(["CUDA graphs: one launch for hundreds", f"{title}, GPU", f"{ratio:.1f}x"])
     return as_markdown(table, labels=2) + "\n"
 
@@ -180,7 +167,7 @@ def returns() -> str:
     minutes = " / ".join(re.sub(r"\D", "", column) for column in columns)
     table = [[f"return after {minutes} minutes", *tasks]]
     for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
-        line = [NAMES.get(entrant, entrant)]
+        line = [run_dirs.PEERS.get(entrant, entrant)]
         for task in tasks:
             spreads = [rows[entrant, task][column] for column in columns]
             line.append(" / ".join(short(x["mean"]) if x else "-" for x in spreads))
@@ -216,7 +203,7 @@ def race() -> str:
         longest = max(run["minutes"] for run in mine)
         ends = [run["evaluations"][-1] for run in mine if run["minutes"] == longest]
         steps = sorted(made for _, made, _ in ends)
-        line = [NAMES.get(entrant, entrant), ", ".join(sorted(vectors, reverse=True))]
+        line = [run_dirs.PEERS.get(entrant, entrant), ", ".join(sorted(vectors, reverse=True))]
         line.append(" to ".join(dict.fromkeys([in_units(steps[0]), in_units(steps[-1])])))
         for task in levels:
             row = rows.get((entrant, task))
@@ -234,7 +221,7 @@ def speedup() -> str:
     """Baseline and variant on a CPU, with ranges and warm-up."""
     rows = by_row("speedup/all__epyc")
     table = [["script", "baseline", "`--compile`", "speed-up", "warm-up s", "runs"]]
-    for script in SHOWN:
+    for script in run_dirs.SHOWN:
         baseline, best = rows[script, "baseline"], rows[script, "compile"]
         table.append(
             [
@@ -446,18 +433,17 @@ def environments() -> str:
 
     counts = [1, 64, 4096, 65_536, 1_048_576]
     table = [["environments", *(f"{n:,}" for n in counts), "turning point"]]
-    for name in ("env_scaling/cartpole__epyc", "env_scaling/cartpole__h200"):
+    on_gpu = "env_scaling/cartpole__h200"
+    for name, device in (("env_scaling/cartpole__epyc", "cpu"), (on_gpu, "cuda")):
         found = record(name)
         for arm in env_report.arms(found["rows"]):
             seconds = env_report.medians(found["rows"], arm)
             fit = env_report.turning_point(seconds)
             turning = env_report.describe_turning(fit, seconds) if fit else "-"
             table.append([arm, *env_report.speeds(seconds, counts), turning])
-        (device,) = found["bytes_per_second"].keys() - ({"cpu"} if "h200" in name else set())
         most = found["bytes_per_second"][device] / env_report.STEP_BYTES
         blank = ["-"] * (len(counts) - 1)
         table.append([f"what memory allows, {device}", *blank, in_units(most), "-"])
-    on_gpu = "env_scaling/cartpole__h200"
     said = f"{link(on_gpu)}: {record(on_gpu)['note']}"
     return below(table, "env_scaling/cartpole__epyc") + f"\n{said}\n"
 

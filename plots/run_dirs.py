@@ -31,6 +31,16 @@ ROWS = {  # name -> flags of the variant; the baseline is another file
     "cudagraphs": ("--cudagraphs",),
     "compile+cudagraphs": ("--compile", "--cudagraphs"),
 }
+SHOWN = (  # the scripts of README's table, in its order
+    "ppo_continuous_action",
+    "sac_continuous_action",
+    "td3_continuous_action",
+    "ppo_mujoco_worlds",
+    "sac_mujoco_worlds",
+    "ppo_cartpole_gpu",
+)
+# the race's entrants, where a reader knows them by another name
+PEERS = {"zoo's PPO": "Stable-Baselines3 PPO", "zoo's SAC": "Stable-Baselines3 SAC"}
 # what may differ between runs of one table: the rest of args are settings that must agree
 FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
 FREE_ARGS |= {"wandb_entity", "stopwatch", "resume", "save_model"}

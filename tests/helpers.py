@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -202,11 +203,14 @@ def assert_orthogonal(layer, gain: float) -> None:
     assert not layer.bias.any()
 
 
-def critic_metrics(losses, values) -> dict[str, float]:
-    """What an update of two Q-networks returns, as numbers; losses (2,), values (2, B)."""
-    numbers = [*losses, losses.mean(), *values.mean(dim=1)]
+def assert_critic_step(agent, batch, noise, losses) -> None:
+    """An update tells these losses (2,) and moves the Q-networks by their rate, 1e-3, at first."""
+    numbers = [*losses, losses.mean(), *agent.qf(batch.obs, batch.actions).mean(dim=1)]
     names = "qf1_loss", "qf2_loss", "qf_loss", "qf1_values", "qf2_values"
-    return {f"losses/{name}": x.item() for name, x in zip(names, numbers, strict=True)}
+    expected = {f"losses/{name}": x.item() for name, x in zip(names, numbers, strict=True)}
+    changes, metrics = changed(agent, agent.update_critic, batch, noise)
+    assert to_numbers(metrics) == pytest.approx(expected)
+    assert changes == {"qf": pytest.approx(1e-3, rel=1e-3)}
 
 
 def note(patch, owner, name: str, look) -> None:

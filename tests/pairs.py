@@ -1,27 +1,21 @@
 """The pairs of scripts that are one algorithm: how their agents are made, fed and compared."""
 
 import importlib
-import math
 import re
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, read_checkpoint, read_scalars
+from helpers import CPU, read_checkpoint, read_scalars, spaces
 from torch import Tensor
 
 OBS, A, B = 17, 6, 64  # HalfCheetah's observations and actions; transitions of an update
 ACTION_SPACE = gym.spaces.Box(-1, 1, (A,), np.float32)
-OBS_SPACE = gym.spaces.Box(-math.inf, math.inf, (OBS,), np.float32)
-WORLDS = SimpleNamespace(
-    single_observation_space=OBS_SPACE,
-    single_action_space=ACTION_SPACE,
-    actor_dim=OBS,
-)
+WORLDS = spaces(OBS, ACTION_SPACE)
 UNSHARED = {"charts/SPS", "charts/cpu_seconds", "charts/gpu_percent", "charts/eval_return"}
 
 
@@ -90,10 +84,6 @@ def transitions(pair: Pair, reference, device) -> tuple:
     return batch, *due
 
 
-def vectors(size: int, obs_dim: int, device) -> Tensor:
-    return torch.randn(size, obs_dim, device=device)
-
-
 def images(size: int, device) -> Tensor:
     return torch.randint(0, 256, (size, 4, 84, 84), dtype=torch.uint8, device=device)
 
@@ -118,13 +108,13 @@ def policy_steps(pair: Pair, reference, obs: Tensor, noise: Tensor) -> tuple:
 
 
 def continuous_steps(pair: Pair, reference, device) -> tuple:
-    obs, noise = vectors(2 * B, OBS, device), torch.randn(2 * B, A, device=device)
+    obs, noise = (torch.randn(2 * B, width, device=device) for width in (OBS, A))
     return policy_steps(pair, reference, obs, noise)
 
 
 def cartpole_steps(pair: Pair, reference, device) -> tuple:
     noise = torch.empty(2 * B, 2, device=device).exponential_()
-    return policy_steps(pair, reference, vectors(2 * B, 4, device), noise)
+    return policy_steps(pair, reference, torch.randn(2 * B, 4, device=device), noise)
 
 
 def atari_steps(pair: Pair, reference, device) -> tuple:
@@ -148,7 +138,8 @@ def q_steps(pair: Pair, reference, device) -> tuple:
 # The pairs
 
 OFF_POLICY = {"env_id": "Smooth-v0", "batch_size": B, "learning_starts": 100, "buffer_size": 130}
-OFF_POLICY_RUN = {"total_timesteps": 140}
+Q_WRONG = {"gamma": 0.9, "tau": 0.01}
+Q_ANNEALED = {"gamma": (0.9, 0.8), "tau": (0.1, 0.2)}
 ON_POLICY = {"num_minibatches": 2, "update_epochs": 2}
 ATARI = ON_POLICY | {"env_id": "Breakout-v5", "num_envs": 4, "num_steps": 32}
 PPO_WRONG = {"clip_coef": 0.01, "max_grad_norm": 0.01, "ent_coef": 0.1, "vf_coef": 1.0}
@@ -166,9 +157,9 @@ PAIRS = {
         draw=transitions,
         update="update",
         flags=OFF_POLICY,
-        wrong={"gamma": 0.9, "tau": 0.01, "policy_lr": 1e-3, "q_lr": 2e-3},
-        annealed={"gamma": (0.9, 0.8), "tau": (0.1, 0.2)},
-        run=OFF_POLICY_RUN | {"policy_frequency": 3, "target_network_frequency": 2},
+        wrong=Q_WRONG | {"policy_lr": 1e-3, "q_lr": 2e-3},
+        annealed=Q_ANNEALED,
+        run={"total_timesteps": 140, "policy_frequency": 3, "target_network_frequency": 2},
     ),
     "td3": Pair(
         script="td3_continuous_action",
@@ -177,14 +168,10 @@ PAIRS = {
         draw=transitions,
         update="update",
         flags=OFF_POLICY,
-        wrong={"gamma": 0.9, "tau": 0.01, "policy_noise": 0.3, "noise_clip": 0.3},
-        annealed={
-            "gamma": (0.9, 0.8),
-            "tau": (0.1, 0.2),
-            "policy_noise": (0.3, 0.4),
-        },
+        wrong=Q_WRONG | {"policy_noise": 0.3, "noise_clip": 0.3},
+        annealed=Q_ANNEALED | {"policy_noise": (0.3, 0.4)},
         bounds={"noise_clip": (0.1,)},
-        run=OFF_POLICY_RUN,
+        run={"total_timesteps": 140},
     ),
     "sac_worlds": Pair(
         script="sac_mujoco_worlds",
@@ -193,8 +180,8 @@ PAIRS = {
         draw=transitions,
         update="update",
         flags={"num_envs": 8, "batch_size": 16, "learning_starts": 200, "buffer_size": 500},
-        wrong={"gamma": 0.9, "tau": 0.01},
-        annealed={"gamma": (0.9, 0.8), "tau": (0.1, 0.2)},
+        wrong=Q_WRONG,
+        annealed=Q_ANNEALED,
         run={
             "env_id": "worlds/InvertedPendulum-v5",
             "physics": "c",
@@ -269,16 +256,20 @@ PAIRS = {
 NEED_ENVPOOL = {"ppo_atari", "ppo_multigpu", "pqn_atari"}
 
 
-def params(*without: str) -> list:
-    """Pairs by name, for pytest."""
+def params(*names: str) -> list:
+    """Pairs of these names, or all, for pytest."""
     found = []
     missing = importlib.util.find_spec("envpool") is None
     reason = "needs requirements/envpool.txt"
-    for name, pair in PAIRS.items():
-        if name not in without:
-            marks = pytest.mark.skipif(missing and name in NEED_ENVPOOL, reason=reason)
-            found.append(pytest.param(pair, id=name, marks=marks))
+    for name in names or PAIRS:
+        marks = pytest.mark.skipif(missing and name in NEED_ENVPOOL, reason=reason)
+        found.append(pytest.param(PAIRS[name], id=name, marks=marks))
     return found
+
+
+def others_than(*names: str) -> list:
+    """`params` without these."""
+    return params(*(name for name in PAIRS if name not in names))
 
 
 # Comparisons

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_games import A, FakeGames, Played, whole_games
-from helpers import CPU, read_checkpoint, read_scalars
+from helpers import CPU, note, read_checkpoint, read_scalars
 from pairs import PAIRS
 
 T, ROLLOUTS, EPOCHS, MINIBATCHES = 20, 4, 2, 3  # T steps of N environments in a rollout
@@ -79,17 +79,6 @@ def watch(module, folder, rollouts=ROLLOUTS, **more) -> SimpleNamespace:
     seen.epochs = []  # learning rate, batch, order
     seen.updates = []  # index, metrics
 
-    def note(owner, name, look):
-        """`look` sees arguments and result of each call."""
-        original = getattr(owner, name)
-
-        def call(*arguments, **options):
-            found = original(*arguments, **options)
-            look(found, *arguments)
-            return found
-
-        patch.setattr(owner, name, call)
-
     def acted(found, agent, obs, *draws):
         seen.acts.append((obs.clone(), [draw.clone() for draw in draws], found[0].clone()))
 
@@ -124,22 +113,27 @@ def watch(module, folder, rollouts=ROLLOUTS, **more) -> SimpleNamespace:
         patch.chdir(folder)
         if hasattr(module, "CartPole"):
             patch.setattr(module.CartPole, "max_steps", LIMIT)
-            note(module.CartPole, "step", lambda _, envs, *rest: seen.steps.append(rest))
+            note(patch, module.CartPole, "step", lambda _, envs, *rest: seen.steps.append(rest))
             seen.sizes = 4, 2
         elif not hasattr(module, "envpool"):
-            note(gym.vector.SyncVectorEnv, "reset", returned)
-            note(gym.vector.SyncVectorEnv, "step", returned)
+            note(patch, gym.vector.SyncVectorEnv, "reset", returned)
+            note(patch, gym.vector.SyncVectorEnv, "step", returned)
             seen.sizes = 3, 2
         else:
             seen.sizes = (A,)
             patch.setattr(module.envpool, "make_gymnasium", FakeGames)
-            note(module.envpool, "make_gymnasium", lambda pool, *_: seen.pools.append(pool))
+            note(
+                patch,
+                module.envpool,
+                "make_gymnasium",
+                lambda pool, *_, **__: seen.pools.append(pool),
+            )
         envs = getattr(module, "CartPole", FakeGames)
-        note(envs, "reset", lambda *_: seen.generators.append(torch.get_rng_state()))
-        note(agent, "act", acted)
-        note(agent, "prepare", prepared)
-        note(agent, "learn", learned)
-        note(agent, "update", updated)
+        note(patch, envs, "reset", lambda *_, **__: seen.generators.append(torch.get_rng_state()))
+        note(patch, agent, "act", acted)
+        note(patch, agent, "prepare", prepared)
+        note(patch, agent, "learn", learned)
+        note(patch, agent, "update", updated)
         original_evaluate = module.evaluate
         patch.setattr(module, "evaluate", evaluate)
         try:

@@ -15,16 +15,16 @@ from pairs import (
     Pair,
     assert_runs_agree,
     assert_same_weights,
+    others_than,
     params,
     run_updates,
-    vectors,
 )
 
 from leanrl import sac_continuous_action_torchcompile
 
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 EVERY = pytest.mark.parametrize("pair", params())
-ALONE = pytest.mark.parametrize("pair", params("ppo_multigpu"))  # without other processes
+ALONE = pytest.mark.parametrize("pair", others_than("ppo_multigpu"))  # without other processes
 pytestmark = pytest.mark.usefixtures("one_thread", "alone")
 
 
@@ -50,10 +50,9 @@ def test_ten_updates_agree(pair, float64):
     run_updates(pair, *pair.make_both(), 10)
 
 
-@pytest.mark.parametrize("name", ["ppo_atari", "ppo_multigpu", "pqn_atari"])
-def test_channels_last_computes_the_same(name, float64):
-    pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
-    run_updates(PAIRS[name], *PAIRS[name].make_both(channels_last=True), 2)
+@pytest.mark.parametrize("pair", params("ppo_atari", "ppo_multigpu", "pqn_atari"))
+def test_channels_last_computes_the_same(pair, float64):
+    run_updates(pair, *pair.make_both(channels_last=True), 2)
 
 
 def test_cartpoles_minibatch_may_be_cut_in_pieces(float64, monkeypatch):
@@ -87,27 +86,23 @@ def test_compiled_updates_agree(pair):
             run_updates(pair, reference, agent, 1)
 
 
-WRONG = []
-for name, its_pair in PAIRS.items():
-    for setting in its_pair.wrong:
-        WRONG.append((name, setting))
-
-
-@pytest.mark.parametrize(("name", "flag"), WRONG)
-def test_a_wrong_update_is_noticed(name, flag, float64):
+@pytest.mark.parametrize(
+    ("pair", "flag"),
+    [
+        pytest.param(*its.values, flag, id=f"{its.id}-{flag}", marks=its.marks)
+        for its in params()
+        for flag in its.values[0].wrong
+    ],
+)
+def test_a_wrong_update_is_noticed(pair, flag, float64):
     """The comparison itself: a variant with another setting must fail it."""
-    if "atari" in PAIRS[name].script:
-        pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
-    reference, agent = PAIRS[name].make_both(**{flag: PAIRS[name].wrong[flag]})
+    reference, agent = pair.make_both(**{flag: pair.wrong[flag]})
     with pytest.raises(AssertionError):
-        run_updates(PAIRS[name], reference, agent, 2)
+        run_updates(pair, reference, agent, 2)
 
 
-@pytest.mark.parametrize("name", ["sac", "td3", "ppo_cartpole", "ppo_worlds", "ppo_atari"])
-def test_actions_agree(name):
-    pair = PAIRS[name]
-    if "atari" in pair.script:
-        pytest.importorskip("envpool", reason="needs requirements/envpool.txt")
+@pytest.mark.parametrize("pair", params("sac", "td3", "ppo_cartpole", "ppo_worlds", "ppo_atari"))
+def test_actions_agree(pair):
     reference, agent = pair.make_both()
     obs = pair.draw(pair, reference, CPU)[0].obs
     actions = pair.space[-1] if isinstance(pair.space[-1], int) else A
@@ -122,7 +117,7 @@ def test_numpy_acts_as_torch_does():
     reference, agent = pair.make_both()
     for _ in range(2):
         agent.publish()
-        obs, noise = vectors(4, OBS, CPU), torch.randn(4, A)
+        obs, noise = torch.randn(4, OBS), torch.randn(4, A)
         actions, _, values = reference.act(obs, noise)
         found = [agent.act(obs.numpy(), noise.numpy()), agent.value(obs.numpy())]
         torch.testing.assert_close([torch.tensor(x) for x in found], [actions, values])
@@ -131,21 +126,19 @@ def test_numpy_acts_as_torch_does():
         run_updates(pair, reference, agent, 1, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["sac", "sac_worlds"])
-def test_a_fixed_temperature_stays(name):
-    pair = PAIRS[name]
+@pytest.mark.parametrize("pair", params("sac", "sac_worlds"))
+def test_a_fixed_temperature_stays(pair):
     for module in (pair.baseline, pair.variant):
         agent = pair.make(module, autotune=False, alpha=0.3)
         agent.update(*pair.draw(pair, agent, CPU))
         assert agent.log_alpha.exp().item() == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_async"])
-def test_numpy_refuses_a_network_that_it_does_not_compute(name, monkeypatch):
+@pytest.mark.parametrize("pair", params("ppo", "ppo_async"))
+def test_numpy_refuses_a_network_that_it_does_not_compute(pair, monkeypatch):
     def mlp(inputs, outputs, gain):
         return torch.nn.Sequential(torch.nn.Linear(inputs, 64), torch.nn.Linear(64, outputs))
 
-    pair = PAIRS[name]
     monkeypatch.setattr(pair.variant, "mlp", mlp)
     with pytest.raises(AssertionError, match="acting computes another network"):
         pair.make(pair.variant).publish()
@@ -159,25 +152,23 @@ def draw_alike(monkeypatch):
         generator = torch.Generator().manual_seed(rb.position)
         return torch.randint(rb.size, (rb.args.batch_size,), generator=generator)
 
-    def sample(rb):
-        index = draw(rb)
-        rb.drawn = [stored[index] for stored in rb.data]
-        return rb.batch_type._make(rb.drawn)
-
     def refill(rb) -> None:
         torch.index_select(rb.data, 0, draw(rb), out=rb.rows)
 
     def patch(pair: Pair) -> None:
+        def sample(rb):
+            index = draw(rb)
+            return pair.baseline.Batch._make(stored[index] for stored in rb.data)
+
         for module in (pair.baseline, pair.variant):
             monkeypatch.setattr(module, "LOG_EVERY", 5)
-        monkeypatch.setattr(pair.baseline.ReplayBuffer, "batch_type", pair.baseline.Batch, False)
         monkeypatch.setattr(pair.baseline.ReplayBuffer, "sample", sample)
         monkeypatch.setattr(pair.variant.ReplayBuffer, "draw", refill)
 
     return patch
 
 
-@pytest.mark.parametrize("pair", params("ppo_multigpu", "ppo_async"))
+@pytest.mark.parametrize("pair", others_than("ppo_multigpu", "ppo_async"))
 def test_whole_runs_agree(pair, backend, smooth, draw_alike, monkeypatch):
     """From flags to checkpoint: acting, storing, what is updated when, logging.
 
@@ -302,7 +293,9 @@ def test_captured_updates_agree(pair, compiled, float64, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pair", params("sac", "td3", "sac_worlds", "ppo_async", "ppo_multigpu"))
+@pytest.mark.parametrize(
+    "pair", params("ppo", "ppo_cartpole", "ppo_worlds", "ppo_atari", "pqn_atari")
+)
 @COMPILED
 def test_graphed_runs_learn_like_eager_ones(pair, compiled, smooth):
     """Rollouts before, at and after the capture of every graph: random numbers must go on."""

@@ -263,7 +263,7 @@ def test_rows_take_turns():
 def test_the_protocols_find_every_pair():
     files = (ROOT / "leanrl").glob(f"*{run_dirs.VARIANT}.py")
     scripts = {path.stem.removesuffix(run_dirs.VARIANT) for path in files}
-    assert scripts <= set(speedup.SCRIPTS) and set(speedup.QUICK) < scripts
+    assert scripts <= set(speedup.SCRIPTS) and set(run_dirs.SHOWN) < scripts
     for script in scripts:
         (full,) = speedup.make_jobs([script], ["baseline"], 1, "full")
         (quick,) = speedup.make_jobs([script], ["baseline"], 1, "quick")
@@ -294,9 +294,9 @@ def test_quick_runs_are_longer_on_a_gpu():
     assert len(plan(True)) == 2 * len(on_gpu), "each row also has a trace, on a GPU only"
     assert len(plan(False)) == len(on_cpu)
     rows = ("baseline", "compile")
-    assert on_cpu.keys() == {(row, script) for row in rows for script in speedup.QUICK}
+    assert on_cpu.keys() == {(row, script) for row in rows for script in run_dirs.SHOWN}
     rows = (*rows, "cudagraphs", "compile+cudagraphs")
-    assert on_gpu.keys() == {(row, script) for row in rows for script in speedup.QUICK}
+    assert on_gpu.keys() == {(row, script) for row in rows for script in run_dirs.SHOWN}
     cartpole = "baseline", "ppo_cartpole_gpu"
     assert on_gpu[cartpole] > 4 * on_cpu[cartpole]
     assert max(job.steps for job in plan(cuda=True, tiny=True)) < 50_000

@@ -40,6 +40,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import program
+import run_dirs
 import tables
 import timed
 
@@ -67,7 +68,6 @@ LIBRARIES = {  # entrant -> package and algorithm
     "SBX CrossQ": ("sbx", "CrossQ"),
 }
 ENTRANTS = (*OURS, *LIBRARIES)
-NAMES = {"zoo's PPO": "Stable-Baselines3 PPO", "zoo's SAC": "Stable-Baselines3 SAC"}
 COLOURS = {entrant: f"C{i}" for i, entrant in enumerate(ENTRANTS)}
 STEPS = {  # that PPO makes in about a minute of a core, so that it is at its end in time
     "PPO on worlds": {
@@ -321,7 +321,7 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
         ax.set(title=task, xlabel="minutes of one core", xlim=(0, minutes))
         apart = 0.055 * np.diff(ax.get_ylim())[0]  # a line of text
         for entrant, y in spread_out(ends, apart).items():
-            colour, text = COLOURS[entrant], NAMES.get(entrant, entrant)
+            colour, text = COLOURS[entrant], run_dirs.PEERS.get(entrant, entrant)
             place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
             ax.annotate(text, (minutes, y), color=colour, fontsize=7.5, **place)
     panels[0][0].set_ylabel("return of ten episodes without noise")

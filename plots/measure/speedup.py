@@ -48,14 +48,6 @@ import tables
 from run_dirs import ROOT, ROWS, VARIANT, Run, read_runs, shown, this_machine
 from tables import in_units, spread
 
-QUICK = (  # the table of README
-    "ppo_continuous_action",
-    "sac_continuous_action",
-    "td3_continuous_action",
-    "ppo_mujoco_worlds",
-    "sac_mujoco_worlds",
-    "ppo_cartpole_gpu",
-)
 TRACED = ["--stopwatch", "trace"]
 
 
@@ -275,7 +267,7 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     scripts = [path.stem.removesuffix(VARIANT) for path in variants]
     scripts = [script for script in scripts if script in SCRIPTS]  # not a user's copies
     if options.quick and not options.only:
-        scripts = [script for script in QUICK if script in scripts]
+        scripts = [script for script in run_dirs.SHOWN if script in scripts]
     rows = [row for row in protocol_rows(options) if cuda or "--cudagraphs" not in ROWS[row]]
     length, seeds = ("quick", 1) if options.quick else ("full", 3)
     seeds = options.seeds or seeds
