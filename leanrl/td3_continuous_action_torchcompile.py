@@ -493,6 +493,7 @@ def main(args: Args) -> Path:
     num_updates = int(max(run.start_step - args.learning_starts, 0) * args.utd_ratio)
     metrics = {}  # of the last updates
     # speed: methods are replaced before the loop, which remains the baseline's
+    acted = torch.get_device_module(device).Event()
     if args.compile:
         compile_agent(agent)
         # A missing compiler is found now, not when exploration has ended
@@ -512,7 +513,10 @@ def main(args: Args) -> Path:
             inputs = torch.as_tensor(obs, dtype=torch.float32)
             inputs = inputs.to(device, non_blocking=True)
             noise = torch.randn(args.num_envs, action_dim, device=device)
-            actions = agent.act(inputs, noise).cpu().numpy()
+            # speed: the copy to the CPU is waited for when the updates are queued, too: a GPU goes
+            # from one to the other without Python in between
+            actions = agent.act(inputs, noise).to("cpu", non_blocking=True)
+            acted.record()
 
         # 2. Learn from what the replay buffer holds.
         due_updates = int((run.step + args.num_envs - args.learning_starts) * args.utd_ratio)
@@ -525,6 +529,10 @@ def main(args: Args) -> Path:
             metrics |= agent.update(batch, actor_due)
 
         # 3. Step the environments.
+        # speed: while the GPU updates
+        run.stage("inference")
+        acted.synchronize()
+        actions = np.asarray(actions)
         run.stage("simulation")
         next_obs, rewards, terminated, truncated, infos = envs.step(actions)
 

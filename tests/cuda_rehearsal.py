@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(torch.__file__)), "<")
 UNWRITTEN = 0xFF  # each byte of a graph's memory before a replay, so that who reads it reads NaN
-problems, waits, counts = Counter(), Counter(), Counter()
+problems, waits, counts, finished = Counter(), Counter(), Counter(), Counter()
 reads, writes = [], []  # still to do: (pinned source, value, site), (target on the host, value)
 
 
@@ -87,20 +87,39 @@ def tensors_in(tree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def wait(why: str) -> None:
-    """The host waits until the device has done everything."""
+def wait(why: str, for_reads: int | None = None, for_writes: int | None = None) -> None:
+    """The host waits until the device has done everything, or the first so many copies."""
     if Graph.current:
         report_problem(f"the host waits during a capture: {why}")
     waits[f"{site()} {why}"] += 1
     counts["waits"] += 1
     with _disable_current_modes():
-        for source, expected, at in reads:
+        for source, expected, at in reads[:for_reads]:
             if not torch.equal(source, expected):
                 report_problem("pinned memory was overwritten before this copy was over", at, False)
-        for target, value in writes:
+        for target, value in writes[:for_writes]:
             target.copy_(value)
-    reads.clear()
-    writes.clear()
+    for name, queue, number in (("reads", reads, for_reads), ("writes", writes, for_writes)):
+        finished[name] += len(queue[:number])
+        del queue[:number]
+
+
+class Event:
+    """Stands in for torch.cuda.Event."""
+
+    def __init__(self, *_, **__):
+        self.reads = self.writes = 0  # copies of the whole run that are queued before it
+
+    def record(self, *_) -> None:
+        self.reads = finished["reads"] + len(reads)
+        self.writes = finished["writes"] + len(writes)
+
+    def synchronize(self) -> None:
+        for_reads = max(self.reads - finished["reads"], 0)
+        wait("synchronize an event", for_reads, max(self.writes - finished["writes"], 0))
+
+    def elapsed_time(self, end) -> float:
+        return 0.0
 
 
 def upload(source: Tensor, non_blocking: bool) -> None:
@@ -424,12 +443,11 @@ def install(backend: str | None = None) -> None:
         ("get_device_name", "rehearsal"),
         ("get_device_capability", (8, 0)),
         ("current_stream Stream", SimpleNamespace(wait_stream=lambda _: None)),
-        ("Event", SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 0.0)),
         ("stream device", nullcontext()),
     ):
         for name, module in product(names.split(), (cuda, cuda.random)):
             setattr(module, name, lambda *_, value=value, **__: value)  # Dynamo has rules for each
-    cuda.CUDAGraph, cuda.graph = Graph, capture
+    cuda.CUDAGraph, cuda.graph, cuda.Event = Graph, capture, Event
     cuda.synchronize = lambda *_: wait("synchronize")
     cuda.default_generators = (torch.default_generator,)
     replay, connect = CudaGraphModule.__call__, dist.init_process_group

@@ -156,7 +156,17 @@ def copied_when_waited_for():
     assert ones.eq(1).all()
 
 
+def copied_when_its_event_is_waited_for():
+    event = torch.cuda.Event()
+    ones = torch.ones(N, device="cuda").to("cpu", non_blocking=True)
+    event.record()
+    twos = torch.full((N,), 2.0, device="cuda").to("cpu", non_blocking=True)
+    event.synchronize()
+    assert ones.eq(1).all() and twos.isnan().all()
+
+
 RIGHT = (gradient_of_other_strides, number_copied, copied_when_waited_for)
+RIGHT += (copied_when_its_event_is_waited_for,)
 
 # Scripts, flags, and where the host may wait: {start of the line: times per iteration}. Rollouts
 # and updates go on for a while after all graphs are captured
@@ -180,7 +190,7 @@ WORLDS |= {"total_timesteps": 1200}
 HOPPER = {"env_id": "worlds/Hopper-v5", "physics": "c"}
 BF16 = {"bf16": True, "channels_last": True}
 
-ACTIONS = {"actions = agent.act(inputs, noise).cpu()": 1}
+ACTIONS = {"acted.synchronize()": 1}
 DIVERGENCE = {"if args.target_kl is not None": 1}
 PPO_WAITS = row(1, 7) | {
     "self.std = log_std.exp().cpu()": 1,
