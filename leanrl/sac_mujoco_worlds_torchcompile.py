@@ -220,7 +220,7 @@ class ReplayBuffer:
 
     def sample(self) -> Batch:
         """B transitions drawn uniformly with replacement."""
-        # speed: refills the one batch; `draw` alone is what a graph captures
+        # speed: refills the one batch; `draw` alone is what the graph of an update begins with
         self.draw()
         return self.batch
 
@@ -456,7 +456,7 @@ def compile_agent(agent: SAC) -> None:
 
 # speed: what runs every step becomes CUDA graphs; a third call captures, when all is compiled
 def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
-    """Acting, observing, sampling and each kind of update replay what a third call has recorded.
+    """Acting, observing and each kind of update replay what their third call has recorded.
 
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused,
     one of other numbers, such as `agent.target_entropy`, has no effect.
@@ -467,6 +467,7 @@ def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
     capture = partial(CudaGraphModule, warmup=3)
 
     def update_in_place(*due):
+        rb.draw()
         new = update(rb.batch, *due)
         kept = [metrics[name] for name in new]  # where the graphs of all kinds leave them
         torch._foreach_copy_(kept, list(new.values()))
@@ -483,7 +484,7 @@ def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
 
     agent.observe = capture(agent.observe)
     agent.act = capture(agent.act)
-    rb.draw = capture(rb.draw)
+    rb.sample = lambda: rb.batch  # which an update's graph refills, before all else
     agent.update = replay
 
 

@@ -248,7 +248,7 @@ class ReplayBuffer:
 
     def sample(self) -> Batch:
         """B transitions drawn uniformly with replacement."""
-        # speed: refills the one batch; `draw` alone is what a graph captures
+        # speed: refills the one batch; `draw` alone is what the graph of an update begins with
         self.draw()
         return self.batch
 
@@ -433,7 +433,7 @@ def compile_agent(agent: TD3) -> None:
 
 # speed: what runs every step becomes CUDA graphs; a third call captures, when all is compiled
 def capture_agent(agent: TD3, rb: ReplayBuffer) -> None:
-    """Acting, sampling and each kind of update replay what their third call has recorded.
+    """Acting and each kind of update replay what their third call has recorded.
 
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused,
     one of other numbers has no effect.
@@ -444,6 +444,7 @@ def capture_agent(agent: TD3, rb: ReplayBuffer) -> None:
     capture = partial(CudaGraphModule, warmup=3)
 
     def update_in_place(actor_due):
+        rb.draw()
         new = update(rb.batch, actor_due)
         kept = [metrics[name] for name in new]  # where the graphs of both kinds leave them
         torch._foreach_copy_(kept, list(new.values()))
@@ -459,7 +460,7 @@ def capture_agent(agent: TD3, rb: ReplayBuffer) -> None:
         return metrics
 
     agent.act = capture(agent.act)
-    rb.draw = capture(rb.draw)
+    rb.sample = lambda: rb.batch  # which an update's graph refills, before all else
     agent.update = replay
 
 

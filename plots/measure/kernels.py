@@ -75,7 +75,7 @@ class Script(NamedTuple):
 
     flags: list[str]
     steps: int  # of all environments, per iteration
-    captured: tuple[str, ...]  # methods of the agent; `draw` is the replay buffer's
+    captured: tuple[str, ...]  # methods of the agent; `draw` of the buffer is in an update's graph
     of_envs: tuple[str, ...] = ()  # methods of the environments
     window: tuple[int, int] = (3, 4)  # iterations: from the end of one to that of the other
     rehearsed: tuple[int, int] = (4, 5)  # the same, in the rehearsal
@@ -155,8 +155,19 @@ class Counting:
 
         return call
 
+    def inside(self, function):
+        """Part of what another graph captures."""
+
+        def call(*args, **kwargs):
+            with self.more("captured"):
+                return function(*args, **kwargs)
+
+        return call
+
     def captured(self, function, in_place=False):
         """A call from outside is a replay, after copies of its inputs where these move."""
+
+        inside = self.inside(function)
 
         def call(*args, **kwargs):
             if not self.state["captured"]:
@@ -164,8 +175,7 @@ class Counting:
                 if not in_place:
                     types = {tensor.dtype for tensor in tensors_in((args, kwargs))}
                     self.counts["copies"] += len(types)  # those of a type are one kernel
-            with self.more("captured"):
-                return function(*args, **kwargs)
+            return inside(*args, **kwargs)
 
         return call
 
@@ -224,7 +234,7 @@ def count_launches(script: str) -> dict:
         compile_envs = worlds.compile
         worlds.compile = compile_and_capture_envs
     if "draw" in chosen.captured:
-        module.ReplayBuffer.draw = captured(module.ReplayBuffer.draw)
+        module.ReplayBuffer.draw = counting.inside(module.ReplayBuffer.draw)
     args = module.parse_args(module.Args)
     with counting.operators():
         module.main(args)
