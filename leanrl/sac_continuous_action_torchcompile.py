@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -226,12 +227,16 @@ class ReplayBuffer:
         self.capacity = args.buffer_size // args.num_envs * args.num_envs
         self.position = 0
         self.size = 0
-        # speed: for graphs, whose batch stays in one place: a transition is one row, so storing is
-        # one copy and sampling one gather. A graph reads on the device how many rows are filled
+        # speed: for graphs, whose memory stays in one place: a transition is one row, so storing is
+        # one copy and sampling one gather. With a new row comes where to store it, and the device
+        # knows how many rows are filled
         widths = obs_dim, action_dim, obs_dim, 1, 1  # in the order of Batch
         self.data = torch.empty(self.capacity, sum(widths), device=device)
         self.device_size = torch.zeros((), dtype=torch.float64, device=device)
         self.rows = torch.empty(args.batch_size, sum(widths), device=device)
+        shape = args.num_envs, sum(widths) + 1
+        self.new = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self.uploaded = torch.get_device_module(device).Event()
         obs, actions, next_obs, rewards, terminated = self.rows.split(widths, dim=1)
         self.batch = Batch(
             obs=obs,
@@ -245,14 +250,21 @@ class ReplayBuffer:
         """Stores N transitions, whose fields are (N, ...)."""
         end = self.position + len(transitions.rewards)
         # speed: one copy, for which the CPU does not wait
-        rows = np.column_stack(transitions)
-        rows = torch.from_numpy(rows).float()
-        if self.data.is_cuda:
-            rows = rows.pin_memory()  # not used again before it is copied
-        self.data[self.position : end].copy_(rows, non_blocking=True)
-        self.device_size.clamp_(min=end)
+        index = np.arange(self.position, end)
+        self.uploaded.synchronize()  # the rows before
+        self.new.copy_(torch.from_numpy(np.column_stack([*transitions, index])))
+        self.store()
+        self.uploaded.record()
         self.size = max(self.size, end)
         self.position = end % self.capacity
+
+    # speed: what a graph captures; a second time it changes nothing
+    def store(self):
+        """Stores the rows of `new`."""
+        new = self.new.to(self.data.device, non_blocking=True)
+        index = new[:, -1].long()
+        self.data.index_copy_(0, index, new[:, :-1].float())
+        self.device_size.clamp_(min=index[-1] + 1)
 
     def sample(self) -> Batch:
         """B transitions drawn uniformly with replacement."""
@@ -271,7 +283,8 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict:
         state = {"capacity": self.capacity, "position": self.position}
-        # speed: one tensor
+        # speed: one tensor; a graph has not stored the last rows yet
+        ReplayBuffer.store(self)
         state["rows"] = self.data[: self.size].to("cpu", copy=True)  # a view would save all
         return state
 
@@ -283,6 +296,9 @@ class ReplayBuffer:
         self.size = len(state["rows"])
         self.data[: self.size] = state["rows"]
         self.device_size.fill_(self.size)
+        last = torch.arange(self.position - len(self.new), self.position) % self.capacity
+        self.new[:, :-1] = self.data[last]
+        self.new[:, -1] = last
 
 
 # Losses
@@ -453,8 +469,8 @@ def compile_agent(agent: SAC) -> None:
 
 
 # speed: what runs every step becomes CUDA graphs; a third call captures, when all is compiled
-def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
-    """Acting and each kind of update replay what their third call has recorded.
+def capture_agent(agent: SAC, rb: ReplayBuffer, explore: Callable) -> Callable:
+    """Each kind of update, and `explore`, which is returned, replay what a third call has recorded.
 
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused,
     one of other numbers, such as `agent.target_entropy`, has no effect.
@@ -480,9 +496,14 @@ def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
         graphs[due]()
         return metrics
 
-    agent.act = capture(agent.act)
+    def store_and_explore():
+        ReplayBuffer.store(rb)
+        rb.store = lambda: None  # from now on the next call stores
+        explore()
+
     rb.sample = lambda: rb.batch  # which an update's graph refills, before all else
     agent.update = replay
+    return capture(store_and_explore)
 
 
 # Training
@@ -514,15 +535,25 @@ def main(args: Args) -> Path:
     obs, _ = envs.reset(seed=seed)
     num_updates = int(max(run.start_step - args.learning_starts, 0) * args.utd_ratio)
     metrics = {}  # of the last updates
-    # speed: methods are replaced before the loop, which remains the baseline's
+    # speed: acting, between memory of the CPU that stays in place, so that it can be a graph
+    pinned = device.type == "cuda"
+    host_obs = torch.empty(args.num_envs, obs_dim, pin_memory=pinned)
+    host_actions = torch.empty(args.num_envs, action_dim, pin_memory=pinned)
     acted = torch.get_device_module(device).Event()
+
+    def explore():
+        inputs = host_obs.to(device, non_blocking=True)
+        noise = torch.randn(args.num_envs, action_dim, device=device)
+        host_actions.copy_(agent.act(inputs, noise), non_blocking=True)
+
+    # speed: functions are replaced before the loop, which remains the baseline's
     if args.compile:
         compile_agent(agent)
         # A missing compiler is found now, not when exploration has ended
         zeros = torch.zeros(args.num_envs, obs_dim, device=device)
         agent.act(zeros, torch.zeros(args.num_envs, action_dim, device=device))
     if args.cudagraphs and device.type == "cuda":
-        capture_agent(agent, rb)
+        explore = capture_agent(agent, rb, explore)
     elif args.cudagraphs:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
@@ -533,13 +564,12 @@ def main(args: Args) -> Path:
         if run.step < args.learning_starts:
             actions = envs.action_space.sample()
         else:
-            inputs = torch.as_tensor(obs, dtype=torch.float32)
-            inputs = inputs.to(device, non_blocking=True)
-            noise = torch.randn(args.num_envs, action_dim, device=device)
-            # speed: the copy to the CPU is waited for when the updates are queued, too: a GPU goes
-            # from one to the other without Python in between
-            actions = agent.act(inputs, noise).to("cpu", non_blocking=True)
+            # speed: waited for when the updates are queued, too: a GPU goes from one to the other
+            # without Python in between
+            host_obs.copy_(torch.as_tensor(obs))
+            explore()
             acted.record()
+            actions = host_actions
 
         # 2. Learn from what the replay buffer holds.
         due_updates = int((run.step + args.num_envs - args.learning_starts) * args.utd_ratio)

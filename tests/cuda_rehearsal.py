@@ -39,7 +39,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(torch.__file__)), "<")
 UNWRITTEN = 0xFF  # each byte of a graph's memory before a replay, so that who reads it reads NaN
-problems, waits, counts, finished = Counter(), Counter(), Counter(), Counter()
+problems, waits, counts = Counter(), Counter(), Counter()
+queued, finished = Counter(), Counter()
 reads, writes = [], []  # still to do: (pinned source, value, site), (target on the host, value)
 
 
@@ -87,36 +88,45 @@ def tensors_in(tree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def wait(why: str, for_reads: int | None = None, for_writes: int | None = None) -> None:
-    """The host waits until the device has done everything, or the first so many copies."""
+def launch() -> None:
+    """Accounts for a kernel or a graph that Python asks for."""
+    counts["launches"] += 1
+    queued["launches"] += 1
+
+
+def wait(why: str, event: "Event | None" = None) -> None:
+    """The host waits until the device has done everything, or what the event has seen queued."""
+    event = event or Event().record()
+    finished["launches"] = event.launches
     if Graph.current:
         report_problem(f"the host waits during a capture: {why}")
     waits[f"{site()} {why}"] += 1
     counts["waits"] += 1
     with _disable_current_modes():
-        for source, expected, at in reads[:for_reads]:
+        for source, expected, at in reads[: event.reads - finished["reads"]]:
             if not torch.equal(source, expected):
                 report_problem("pinned memory was overwritten before this copy was over", at, False)
-        for target, value in writes[:for_writes]:
+        for target, value in writes[: event.writes - finished["writes"]]:
             target.copy_(value)
-    for name, queue, number in (("reads", reads, for_reads), ("writes", writes, for_writes)):
-        finished[name] += len(queue[:number])
-        del queue[:number]
+    del reads[: event.reads - finished["reads"]], writes[: event.writes - finished["writes"]]
+    finished["reads"], finished["writes"] = event.reads, event.writes
 
 
 class Event:
     """Stands in for torch.cuda.Event."""
 
     def __init__(self, *_, **__):
-        self.reads = self.writes = 0  # copies of the whole run that are queued before it
+        self.launches = self.reads = self.writes = 0  # of the whole run, queued before it
 
-    def record(self, *_) -> None:
+    def record(self, *_) -> "Event":
+        self.launches = queued["launches"]
         self.reads = finished["reads"] + len(reads)
         self.writes = finished["writes"] + len(writes)
+        return self
 
     def synchronize(self) -> None:
-        for_reads = max(self.reads - finished["reads"], 0)
-        wait("synchronize an event", for_reads, max(self.writes - finished["writes"], 0))
+        if self.launches > finished["launches"]:
+            wait("synchronize an event", self)
 
     def elapsed_time(self, end) -> float:
         return 0.0
@@ -128,21 +138,36 @@ def upload(source: Tensor, non_blocking: bool) -> None:
     is_pinned = place_of(source) == "pinned"
     if Graph.current and not (is_pinned and non_blocking):
         report_problem("a copy from the CPU during a capture, but not from pinned memory")
+    if Graph.current:
+        return
     if is_pinned and non_blocking:
-        reads.append((source.detach(), source.detach().clone(), site()))
+        queue_read(source.detach(), site())
     elif not non_blocking:
         wait("copy to the device")
+
+
+def queue_read(source: Tensor, at: str) -> None:
+    """A copy to the device, for which pinned memory must stay as it is."""
+    reads.append((source, source.clone(), at))
 
 
 def download(target: Tensor, non_blocking: bool) -> None:
     """Accounts for a copy to the host that has been made; the host may not read it yet."""
     counts["downloads"] += not Graph.current
+    is_pinned = place_of(target) == "pinned"
+    if Graph.current and not (is_pinned and non_blocking):
+        report_problem("a copy to the CPU during a capture, but not to pinned memory")
     if Graph.current:
-        report_problem("a copy to the CPU during a capture")
-    if not (non_blocking and place_of(target) == "pinned"):
+        return
+    if not (non_blocking and is_pinned):
         return wait("copy to the host")
-    writes.append((target.detach(), target.detach().clone()))
-    target.detach().fill_(torch.nan if target.is_floating_point() else 111)
+    queue_write(target.detach())
+
+
+def queue_write(target: Tensor) -> None:
+    """A copy to the host, whose result nobody may read yet."""
+    writes.append((target, target.clone()))
+    target.fill_(torch.nan if target.is_floating_point() else 111)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -181,6 +206,7 @@ class Graph:
                 report_problem("the graph uses memory that has been freed", at)
         self.replays += 1
         counts["replays"] += 1
+        launch()
         with _disable_current_modes():
             for call in self.calls:
                 call()
@@ -209,6 +235,14 @@ class Graph:
         if written or new:  # not a view
             self.calls.append(call)
         return result
+
+    def record_transfers(self, copies) -> None:
+        """Each replay queues them again."""
+        for target, source in copies:
+            if place_of(source) == "pinned":
+                self.calls.append(partial(queue_read, self.keep(source), site()))
+            if place_of(target) == "pinned":
+                self.calls.append(partial(queue_write, self.keep(target)))
 
     def keep(self, x):
         """What stands for an argument in a replay."""
@@ -275,6 +309,8 @@ def call_graph_module(call, self, *args, **kwargs):
 
 
 WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
+NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # results that are where the input is, whatever device is asked for: a change of the type alone, as
 # `to` below changes the device, and autograd's memory for a gradient
@@ -342,12 +378,15 @@ def on_device(function, inputs, *args, **kwargs):
     for target, source in copies:
         if on_cuda(target) and not on_cuda(source):
             upload(source, non_blocking)
-    if Graph.current:
+    if not Graph.current:
+        if not (function.is_view or name in NOTHING):
+            launch()
+        result = function(*args, **kwargs)
+    else:
         written = [x.name for x in arguments if x.alias_info and x.alias_info.is_write]
         written = tensors_in([bound.get(x) for x in written])
         result = Graph.current.record(name, function, args, kwargs, inputs, written)
-    else:
-        result = function(*args, **kwargs)
+        Graph.current.record_transfers(copies)
     for target, source in copies:
         if on_cuda(source) and not on_cuda(target):
             download(target, non_blocking)
