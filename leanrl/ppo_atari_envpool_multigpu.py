@@ -134,12 +134,17 @@ class AtariEnvs:
         self.lengths = np.zeros(num_envs, dtype=int)
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
+        """Sends actions (N,), receives what they lead to."""
+        self.pool.send(actions)
+        return self.recv()
+
+    def recv(self) -> tuple:
+        """Ends a step -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
         infos: `final_obs` (N, O), from before resets; `whole` (N,), where the game is over, not
         only a life; `games`, their (score, steps), without the frames of resets.
         """
-        obs, rewards, terminated, truncated, infos = self.pool.step(actions)
+        obs, rewards, terminated, truncated, infos = self.pool.recv()
         over = infos["terminated"] == 1  # the game, not only a life
         terminated |= over  # EnvPool says truncated where it is over just at the limit of frames
         truncated &= ~over

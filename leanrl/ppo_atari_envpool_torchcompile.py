@@ -23,10 +23,10 @@ import re
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -124,12 +124,17 @@ class AtariEnvs:
         self.lengths = np.zeros(num_envs, dtype=int)
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Actions (N,) -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
+        """Sends actions (N,), receives what they lead to."""
+        self.pool.send(actions)
+        return self.recv()
+
+    def recv(self) -> tuple:
+        """Ends a step -> observations (N, O), rewards, terminated, truncated, each (N,), infos.
 
         infos: `final_obs` (N, O), from before resets; `whole` (N,), where the game is over, not
         only a life; `games`, their (score, steps), without the frames of resets.
         """
-        obs, rewards, terminated, truncated, infos = self.pool.step(actions)
+        obs, rewards, terminated, truncated, infos = self.pool.recv()
         over = infos["terminated"] == 1  # the game, not only a life
         terminated |= over  # EnvPool says truncated where it is over just at the limit of frames
         truncated &= ~over
@@ -227,14 +232,6 @@ class Rollout:
         # the value of the final observation; all others have 0
         self.ended = torch.zeros(shape, device=device)
         self.final_values = torch.zeros(shape, device=device)
-
-
-# speed: for a GPU: from pinned memory it copies while the CPU goes on
-def upload(values: Tensor, target: Tensor) -> None:
-    """Copies without waiting; what `values` becomes afterwards is not copied."""
-    if target.is_cuda:
-        values = values.pin_memory()
-    target.copy_(values, non_blocking=True)
 
 
 # Losses
@@ -463,13 +460,15 @@ def capture_agent(agent: PPO) -> None:
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
     """
     recorded = dict(vars(agent.args))
+    act = agent.act
     learn = CudaGraphModule(agent.learn, warmup=3)
 
     def replay(batch, order):
         assert vars(agent.args) == recorded, "CUDA graphs keep args: make what changes a tensor"
         return learn(batch, order)
 
-    agent.act = CudaGraphModule(agent.act, warmup=3)
+    graphs = defaultdict(lambda: CudaGraphModule(act, warmup=3))  # of each number of games
+    agent.act = lambda obs, noise: graphs[len(obs)](obs, noise)
     agent.learn = replay
 
 
@@ -498,7 +497,14 @@ def main(args: Args) -> Path:
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-    envs = AtariEnvs(args.env_id, args.num_envs, seed, episodic_life=True, reward_clip=True)
+    # speed: the games in two halves, of which EnvPool simulates one while the policy acts for the
+    # other; game i draws from seed + i as before
+    halves = []
+    for start, end in pairwise(sorted({0, args.num_envs // 2, args.num_envs})):
+        envs = AtariEnvs(
+            args.env_id, end - start, seed + start, episodic_life=True, reward_clip=True
+        )
+        halves.append((slice(start, end), envs))
     num_actions = int(envs.pool.action_space.n)
     agent = PPO(args, num_actions, device)
     rollout = Rollout(args.num_steps, args.num_envs, device)
@@ -513,7 +519,12 @@ def main(args: Args) -> Path:
     elif args.cudagraphs:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
-    obs, _ = envs.pool.reset()
+    # speed: pinned once, for a GPU copies from there while the CPU goes on
+    obs = torch.empty(args.num_envs, *OBS_SHAPE, dtype=torch.uint8)
+    if device.type == "cuda":
+        obs = obs.pin_memory()
+    for games, envs in halves:
+        obs[games] = torch.as_tensor(envs.pool.reset()[0])
     run.open()
     while not run.ending:
         learning_rate = args.learning_rate
@@ -526,35 +537,39 @@ def main(args: Args) -> Path:
         shape = args.num_steps, args.num_envs, num_actions
         noise = torch.empty(shape, device=device).exponential_()
         rollout.final_values.zero_()
-        for t in range(args.num_steps):
-            run.stage("inference")
-            # speed: a copy for which the CPU does not wait
-            upload(torch.as_tensor(obs), rollout.obs[t])
-            sample, log_probs, values = agent.act(rollout.obs[t], noise[t])
-            actions = sample.cpu().numpy()
-            run.stage("simulation")
-            obs, rewards, terminated, truncated, infos = envs.step(actions)
-
-            run.stage("replay")
-            ended = terminated | truncated
-            rollout.actions[t] = sample
-            rollout.log_probs[t] = log_probs
-            rollout.values[t] = values
-            rollout.rewards[t] = torch.as_tensor(rewards)
-            rollout.ended[t] = torch.as_tensor(ended)
-            run.step += args.num_envs
-            # Where an episode ended, obs is already the next episode's first.
-            for i in np.flatnonzero(truncated):
+        # speed: a half in turn receives what its last actions led to, acts, and sends
+        for t, (games, envs) in product(range(args.num_steps + 1), halves):
+            if t > 0:
+                run.stage("simulation")
+                next_obs, rewards, terminated, truncated, infos = envs.recv()
+                run.stage("replay")
+                obs[games] = torch.as_tensor(next_obs)
+                ended = terminated | truncated
+                rollout.rewards[t - 1, games] = torch.as_tensor(rewards)
+                rollout.ended[t - 1, games] = torch.as_tensor(ended)
+                run.step += args.num_envs if games.start == 0 else 0
+                # Where an episode ended, obs is already the next episode's first.
+                for i in np.flatnonzero(truncated):
+                    run.stage("inference")
+                    final_obs = torch.as_tensor(infos["final_obs"][[i]], device=device)
+                    rollout.final_values[t - 1, games][i] = agent.value(final_obs)
+                for score, length in infos["games"]:
+                    run.stage("logging")
+                    run.write({"charts/episodic_return": score, "charts/episodic_length": length})
+            if t < args.num_steps:
                 run.stage("inference")
-                final_obs = torch.as_tensor(infos["final_obs"][[i]], device=device)
-                rollout.final_values[t, i] = agent.value(final_obs)
-            for score, length in infos["games"]:
-                run.stage("logging")
-                run.write({"charts/episodic_return": score, "charts/episodic_length": length})
+                # speed: a copy for which the CPU does not wait
+                rollout.obs[t, games].copy_(obs[games], non_blocking=True)
+                sample, log_probs, values = agent.act(rollout.obs[t, games], noise[t, games])
+                envs.pool.send(sample.cpu().numpy())
+                run.stage("replay")
+                rollout.actions[t, games] = sample
+                rollout.log_probs[t, games] = log_probs
+                rollout.values[t, games] = values
 
         # 2. Learn from it in several epochs.
         run.stage("backpropagation")
-        last_values = agent.value(torch.as_tensor(obs, device=device))
+        last_values = agent.value(obs.to(device))
         batch = agent.prepare(rollout, last_values)
         clipfracs = []
         for _ in range(args.update_epochs):

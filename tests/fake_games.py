@@ -50,6 +50,7 @@ class FakeGames:
         self.played = [[] for _ in range(num_envs)]
         self.current = np.stack([self.frame(i) for i in range(num_envs)])
         self.closed = False
+        self.sent = None  # actions, until what they lead to is received
 
     def frame(self, i) -> np.ndarray:
         """An image, brighter or darker than the one before: the network has to see a difference."""
@@ -61,6 +62,14 @@ class FakeGames:
 
     def close(self):
         self.closed = True
+
+    def send(self, actions):
+        assert self.sent is None
+        self.sent = np.array(actions)
+
+    def recv(self):
+        actions, self.sent = self.sent, None
+        return self.step(actions)
 
     def step(self, actions, env_id=None):
         env_id = np.arange(len(self.played)) if env_id is None else env_id
@@ -100,10 +109,10 @@ class FakeGames:
         return final_obs, reward, done and not limit, limit, score, over
 
 
-def whole_games(pool: FakeGames) -> list[tuple[int, float, int]]:
+def whole_games(games: list) -> list[tuple[int, float, int]]:
     """(number of the step, score, length) of each game that is over, in the order of their ends."""
     found = []
-    for i, steps in enumerate(pool.played):
+    for i, steps in enumerate(games):
         score = length = 0
         for t, step in enumerate(steps):
             score, length = score + step.score, length + 1

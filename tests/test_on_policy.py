@@ -70,7 +70,7 @@ def watch(module, folder, rollouts=ROLLOUTS, **more) -> SimpleNamespace:
         flags |= {"q_lambda": LAMBDA, "exploration_fraction": 0.5}
     agent = getattr(module, "PPO", None) or module.PQN
     seen = SimpleNamespace(module=module, agent=agent, size=size, args=module.Args(**flags | more))
-    seen.pools = []  # FakeGames, that of training first
+    seen.pools = []  # FakeGames: those of training, a variant's in two halves, then of evaluations
     seen.acts = []  # observations, draws, actions
     seen.steps = []  # CartPole's actions and starts
     seen.returned = []  # by `reset` and `step` of other environments
@@ -188,10 +188,35 @@ def normalized(seen) -> dict:
     return found | {"action": torch.stack([actions for _, _, actions in seen.acts])}
 
 
+def games_of_training(seen) -> list:
+    """What was played in each of them."""
+    return [game for pool in seen.pools if pool.reward_clip for game in pool.played]
+
+
+def evaluated(seen) -> list[FakeGames]:
+    """A pool per evaluation."""
+    return [pool for pool in seen.pools if not pool.reward_clip]
+
+
+def acts_of_training(seen) -> list[tuple]:
+    """Observations, draws and actions of all environments, whose halves may have acted apart."""
+    found = []
+    for obs, draws, actions in seen.acts:
+        if len(obs) == EPISODES:
+            continue
+        if found and len(found[-1][0]) < seen.args.num_envs:
+            before = found.pop()
+            obs = torch.cat([before[0], obs])
+            draws = [torch.cat(pair) for pair in zip(before[1], draws, strict=True)]
+            actions = torch.cat([before[2], actions])
+        found.append((obs, draws, actions))
+    return found
+
+
 def played(seen) -> list[SimpleNamespace]:
     """What happened in each rollout, (T, N, ...); `final_obs` follows, before any reset."""
     if seen.pools:
-        games = seen.pools[0].played
+        games = games_of_training(seen)
         rows = {}
         for name in Played._fields:
             row = np.array([[getattr(step, name) for step in game] for game in games])
@@ -252,7 +277,7 @@ def test_a_rollout_holds_what_happened(seen):
 @each("ppo_(atari|cartpole)")
 def test_actions_are_draws_from_the_policy(seen):
     """With exponential noise q, the largest p / q; noise is new in each step."""
-    noise = torch.stack([noise for obs, (noise,), _ in seen.acts if len(obs) != EPISODES])
+    noise = torch.stack([noise for _, (noise,), _ in acts_of_training(seen)])
     assert noise.unique().numel() > 0.99 * noise.numel() and 0.8 < noise.mean() < 1.2
     for (learned, steps), draws in zip(rollouts(seen), noise.split(T), strict=True):
         with torch.no_grad():
@@ -279,7 +304,7 @@ def test_actions_are_gaussian(seen):
 
 @each("pqn")
 def test_actions_are_the_best_or_random(seen):
-    acts = [act for act in seen.acts if len(act[0]) != EPISODES]
+    acts = acts_of_training(seen)
     explored, drawn = (torch.stack(x) for x in zip(*(draws for _, draws, _ in acts), strict=True))
     for (learned, steps), explores, actions in zip(
         rollouts(seen), explored.split(T), drawn.split(T), strict=True
@@ -379,7 +404,7 @@ def test_the_last_loss_is_logged(seen):
 
 @each(".*atari")
 def test_whole_games_are_logged(seen):
-    games = whole_games(seen.pools[0])
+    games = whole_games(games_of_training(seen))
     for tag, which in ("return", 1), ("length", 2):
         expected = sorted(((game[0] + 1) * N["atari"], game[which]) for game in games)
         assert sorted(seen.rows[f"charts/episodic_{tag}"]) == expected
@@ -406,10 +431,16 @@ def test_no_episode_no_return(module, tmp_path):
 @each(".*atari")
 def test_games_are_those_of_the_paper(seen):
     """A lost life ends an episode of learning; scores are of whole games, not of training's."""
-    training, *evaluations = (pool.made for pool in seen.pools)
     asked = {"env_id": "Breakout-v5", "episodic_life": True}
-    assert training == asked | {"num_envs": N["atari"], "seed": SEED, "reward_clip": True}
+    training = [pool.made for pool in seen.pools if pool.reward_clip]
+    assert sum(made["num_envs"] for made in training) == N["atari"]
+    seed = SEED  # of the first game; game i has seed + i
+    for made in training:
+        num_envs = made["num_envs"]
+        assert made == asked | {"num_envs": num_envs, "seed": seed, "reward_clip": True}
+        seed += num_envs
     asked |= {"num_envs": EPISODES, "reward_clip": False}
+    evaluations = [pool.made for pool in evaluated(seen)]
     for made in evaluations:
         assert made == asked | {"seed": evaluations[0]["seed"], "render_mode": "rgb_array"}
         assert made["seed"] > 10**6
@@ -418,7 +449,7 @@ def test_games_are_those_of_the_paper(seen):
 @each(".*atari")
 def test_evaluations_are_of_whole_games(seen):
     """Of the first game in each environment, to its end and no further."""
-    pools = seen.pools[1:]
+    pools = evaluated(seen)
     acts, scores = [act for act in seen.acts if len(act[0]) == EPISODES], []
     for pool in pools:
         assert pool.closed
@@ -438,7 +469,7 @@ def test_evaluations_are_of_whole_games(seen):
 @each("ppo_atari")
 def test_evaluations_draw_new_noise(seen):
     noise = torch.stack([draws[0] for obs, draws, _ in seen.acts if len(obs) == EPISODES])
-    first = noise[: len(seen.pools[1].played[0])]
+    first = noise[: len(evaluated(seen)[0].played[0])]
     assert first.unique().numel() > 0.99 * first.numel() and 0.6 < first.mean() < 1.4
 
 
@@ -448,7 +479,7 @@ def test_a_resumed_run_goes_on(module, tmp_path):
     before = watch(module, tmp_path, rollouts=1, eval_every=0)
     seen = watch(module, tmp_path, rollouts=2, eval_every=0, resume=str(before.run_dir))
     assert seen.run_dir == before.run_dir and seen.checkpoint["global_step"] == 2 * seen.size
-    assert [pool.made["seed"] for pool in seen.pools] == [SEED + seen.size] * len(seen.pools)
+    assert seen.pools[0].made["seed"] == SEED + seen.size
     saved = dict(before.checkpoint["agent"]), before.checkpoint["optimizers"]
     torch.testing.assert_close(seen.begun, saved, atol=0, rtol=0)
     assert torch.equal(seen.generators[0], before.checkpoint["generators"][0])
