@@ -569,7 +569,7 @@ def main(args: Args) -> Path:
 
         # 2. Learn from it in several epochs.
         run.stage("backpropagation")
-        last_values = agent.value(obs.to(device))
+        last_values = agent.value(torch.as_tensor(obs, device=device))
         batch = agent.prepare(rollout, last_values)
         clipfracs = []
         for _ in range(args.update_epochs):

@@ -25,9 +25,10 @@ import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 # speed: tensordict would log two lines for each graph that it captures, amid the progress
@@ -242,9 +243,11 @@ class Rollout(NamedTuple):
     obs: Tensor  # (N, O)
     actions: Tensor  # (N,) int64
     log_probs: Tensor  # (N,)
-    values: Tensor  # (N,)
+    # speed: instead of values, which the critic computes for whole rollouts
+    final_obs: Tensor  # (N, O) what follows in the same episode
     rewards: Tensor  # (N,)
-    next_values: Tensor  # (N,) of what follows in the same episode, 0 after a termination
+    # speed: instead of next_values
+    terminated: Tensor  # (N,) bool
     ended: Tensor  # (N,) bool, of either kind
     episode_returns: Tensor  # (N,) of the episode so far
 
@@ -388,20 +391,32 @@ class PPO(nn.Module):
         super().__init__()
         self.args = args
         self.model = ActorCritic(obs_dim, num_actions).to(device)
-        # speed: the Adam above, which compiles and captures with the rest of an update
-        self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5)
+        # speed: all parameters become views of one vector: one gradient, one norm, one step. Critic
+        # and actor take turns in it, so that a layer of both is one stack
+        pairs = zip(self.model.critic.parameters(), self.model.actor.parameters(), strict=True)
+        parameters = list(chain.from_iterable(pairs))
+        flat = nn.utils.parameters_to_vector(parameters)
+        # a leaf that is made here, because torch 2.11 cannot compile one that `gradient` makes
+        self.flat = flat.detach().requires_grad_()
+        nn.utils.vector_to_parameters(self.flat, parameters)
+        hidden = [(2, 64, obs_dim), (2, 1, 64), (2, 64, 64), (2, 1, 64)]
+        self.shapes = hidden + [each.shape for each in parameters[8:]]
+        self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
-    def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """obs (N, O), exponential noise (N, A) -> actions (N,), log_probs (N,), values (N,).
+    # speed: without the critic, which sees whole rollouts
+    def act(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """obs (N, O), exponential noise (N, A) -> actions (N,), log_probs (N,).
 
         With probabilities p and exponential noise q, the largest p / q is a draw from p.
         """
         with torch.no_grad():
-            log_policy, values = self.model(obs)
+            # speed: the actor alone
+            log_policy = F.log_softmax(self.model.actor(obs), dim=-1)
             actions = (log_policy - noise.log()).argmax(dim=1)
             log_probs = log_policy.gather(1, actions[:, None]).squeeze(1)
-            return actions, log_probs, values
+            # speed: no values
+            return actions, log_probs
 
     def value(self, obs: Tensor) -> Tensor:
         """obs (N, O) -> values (N,)."""
@@ -412,16 +427,15 @@ class PPO(nn.Module):
     def step(self, envs, noise, starts) -> Rollout:
         """A step of `envs` from where they are, given noise (N, A) and starts (N, O)."""
         obs = envs.state.clone()
-        actions, log_probs, values = self.act(obs, noise)
+        actions, log_probs = self.act(obs, noise)
         _, rewards, terminated, _, infos = envs.step(actions, starts)
-        next_values = self.value(infos["final_obs"]) * ~terminated
         return Rollout(
             obs=obs,
             actions=actions,
             log_probs=log_probs,
-            values=values,
+            final_obs=infos["final_obs"],
             rewards=rewards,
-            next_values=next_values,
+            terminated=terminated,
             ended=infos["_episode"],
             episode_returns=infos["episode"]["r"],
         )
@@ -433,6 +447,14 @@ class PPO(nn.Module):
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""
+        # speed: on a CPU one step after the other, which its caches hold; on a GPU all at once
+        rollout = SimpleNamespace(**rollout._asdict())
+        count = len(rollout.obs) if self.flat.is_cpu else 1
+        rollout.values, next_values = (
+            torch.cat([self.value(part) for part in obs.chunk(count)])
+            for obs in (rollout.obs, rollout.final_obs)
+        )
+        rollout.next_values = next_values * ~rollout.terminated
         advantages = compute_gae(
             rollout.rewards,
             rollout.values,
@@ -456,13 +478,13 @@ class PPO(nn.Module):
         # speed: three compiled parts. On a CPU the middle one takes about as many rows as caches
         # hold; the mean of the pieces' gradients is the minibatch's. A GPU takes all rows at once
         first, *others = self.gather(batch, index)
-        gradients, metrics = self.gradients(first)
+        gradient, metrics = self.gradient(first)
         for piece in others:
-            more_gradients, more_metrics = self.gradients(piece)
-            torch._foreach_add_(gradients, more_gradients)
+            more, more_metrics = self.gradient(piece)
+            gradient += more
             for name in metrics:
                 metrics[name] += more_metrics[name]
-        return self.optimize(gradients, metrics, 1 + len(others))
+        return self.optimize(gradient, metrics, 1 + len(others))
 
     def gather(self, batch: Batch, index: Tensor) -> list[Batch]:
         """The steps of `batch` in index, in pieces, with advantages normalized over all of them."""
@@ -480,18 +502,31 @@ class PPO(nn.Module):
         chunks = [column.chunk(count) for column in minibatch]
         return [Batch._make(piece) for piece in zip(*chunks, strict=True)]
 
-    def gradients(self, batch: Batch) -> tuple:
-        """Gradients as values, because zero_grad cannot be compiled, and {name: tensor ()}."""
-        args = replace(self.args, norm_adv=False)
-        loss, metrics = ppo_loss(self.model, batch, args)
-        gradients = torch.autograd.grad(loss, self.optimizer.parameters)
-        return gradients, metrics
+    # speed: a layer of both networks is one batched product
+    def stacked_model(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """What `model` computes, from `flat`."""
+        parts = self.flat.split([math.prod(shape) for shape in self.shapes])
+        parts = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        weight1, bias1, weight2, bias2, critic, actor, critic_bias, actor_bias = parts
+        x = obs.expand(2, -1, -1)
+        x = torch.baddbmm(bias1, x, weight1.mT).tanh()
+        x = torch.baddbmm(bias2, x, weight2.mT).tanh()
+        values = F.linear(x[0], critic, critic_bias).squeeze(-1)
+        log_policy = F.log_softmax(F.linear(x[1], actor, actor_bias), dim=-1)
+        return log_policy, values
 
-    def optimize(self, gradients, metrics, count) -> dict[str, Tensor]:
-        """A step of Adam by the clipped mean; gradients, metrics: sums over `count` pieces."""
-        norm = nn.utils.get_total_norm(gradients) / count
+    def gradient(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient as a value, because zero_grad cannot be compiled, and {name: tensor ()}."""
+        args = replace(self.args, norm_adv=False)
+        loss, metrics = ppo_loss(self.stacked_model, batch, args)
+        (gradient,) = torch.autograd.grad(loss, self.flat)
+        return gradient, metrics
+
+    def optimize(self, gradient, metrics, count) -> dict[str, Tensor]:
+        """A step of Adam by the clipped mean; gradient, metrics: sums over `count` pieces."""
+        norm = gradient.norm() / count
         scale = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        self.optimizer.step(torch._foreach_mul(gradients, scale / count))
+        self.optimizer.step([gradient * (scale / count)])
         return {name: total / count for name, total in metrics.items()}
 
     def learn(self, batch: Batch, order: Tensor) -> dict[str, Tensor]:
@@ -501,8 +536,8 @@ class PPO(nn.Module):
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-# speed: a step becomes one compiled call, an update three or more. Advantages are compiled on a GPU
-# alone: on a CPU that takes seconds and gains nothing that one could measure
+# speed: a step and the critic become one compiled call each, an update three or more. Advantages
+# are compiled on a GPU alone: on a CPU that takes seconds and gains nothing that one could measure
 def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     torch._dynamo.reset()  # what others have compiled in this process counts against a limit
@@ -510,7 +545,7 @@ def compile_agent(agent: PPO) -> None:
     if torch.__version__.startswith("2.11"):
         torch._inductor.config.reorder_for_locality = False  # True moves reads past writes
         torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs
-    names = ["step", "gather", "gradients", "optimize"]
+    names = ["step", "value", "gather", "gradient", "optimize"]
     if not next(agent.parameters()).is_cpu:
         names.append("prepare")
     for name in names:

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, NamedTuple
@@ -531,12 +531,17 @@ class PPO(nn.Module):
         super().__init__()
         self.args = args
         self.model = ActorCritic(obs_dim, action_dim).to(device)
-        # speed: all parameters become views of one vector: one gradient, one norm, one step
-        flat = nn.utils.parameters_to_vector(self.parameters())
+        # speed: all parameters become views of one vector: one gradient, one norm, one step. Critic
+        # and actor take turns in it, so that a layer of both is one stack
+        model = self.model
+        pairs = zip(model.critic.parameters(), model.actor_mean.parameters(), strict=True)
+        parameters = [*chain.from_iterable(pairs), model.actor_logstd]
+        flat = nn.utils.parameters_to_vector(parameters)
         # a leaf that is made here, because torch 2.11 cannot compile one that `update` makes
         self.flat = flat.detach().requires_grad_()
-        nn.utils.vector_to_parameters(self.flat, self.parameters())
-        self.shapes = {name: each.shape for name, each in self.model.named_parameters()}
+        nn.utils.vector_to_parameters(self.flat, parameters)
+        hidden = [(2, 64, obs_dim), (2, 1, 64), (2, 64, 64), (2, 1, 64)]
+        self.shapes = hidden + [each.shape for each in parameters[8:]]
         self.optimizer = Adam([self.flat], lr=args.learning_rate, eps=1e-5)
         self.optimizers = (self.optimizer,)
 
@@ -593,20 +598,24 @@ class PPO(nn.Module):
             )
             return Batch._make([column.flatten(0, 1) for column in batch])
 
+    # speed: a layer of both networks is one batched product
+    def stacked_model(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `model` computes, from `flat`."""
+        parts = self.flat.split([math.prod(shape) for shape in self.shapes])
+        parts = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        weight1, bias1, weight2, bias2, critic, actor, critic_bias, actor_bias, log_std = parts
+        x = obs.expand(2, -1, -1)
+        x = torch.baddbmm(bias1, x, weight1.mT).tanh()
+        x = torch.baddbmm(bias2, x, weight2.mT).tanh()
+        values = nn.functional.linear(x[0], critic, critic_bias).squeeze(-1)
+        mean = nn.functional.linear(x[1], actor, actor_bias)
+        return mean, log_std, values
+
     def update(self, batch: Batch, index: Tensor) -> dict[str, Tensor]:
         """One gradient step on the minibatch `batch[index]`."""
         minibatch = Batch._make([column[index] for column in batch])
-        # speed: the network is called with pieces of the vector, so its gradient is a vector, too
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = self.flat.split(sizes)
-        parameters = {}
-        for name, part in zip(self.shapes, parts, strict=True):
-            parameters[name] = part.view(self.shapes[name])
-
-        def model(obs):
-            return torch.func.functional_call(self.model, parameters, obs)
-
-        loss, metrics = ppo_loss(model, minibatch, self.args)
+        # speed: the vector's gradient, not that of each parameter
+        loss, metrics = ppo_loss(self.stacked_model, minibatch, self.args)
         (gradient,) = torch.autograd.grad(loss, self.flat)
         norm = gradient.norm()
         scale = self.args.max_grad_norm / (norm + 1e-6)

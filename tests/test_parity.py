@@ -108,6 +108,8 @@ def test_actions_agree(pair):
     actions = pair.space[-1] if isinstance(pair.space[-1], int) else A
     noise = torch.empty(len(obs), actions).exponential_()
     expected, found = (each.act(obs, noise) for each in (reference, agent))
+    if pair.script == "ppo_cartpole_gpu":  # whose variant asks its critic later
+        found = *found, agent.value(obs)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
