@@ -415,6 +415,7 @@ def capture_agent(agent: PPO) -> None:
 
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused.
     """
+    torch.compiler.config.force_cudagraph_gc = True  # a graph freed amid a capture would end it
     recorded = dict(vars(agent.args))
     learn = CudaGraphModule(agent.learn, warmup=3)
 

@@ -455,6 +455,7 @@ def capture_agent(agent: TD3, rb: ReplayBuffer, explore: Callable) -> Callable:
     one of other numbers has no effect.
     """
     update = agent.update
+    torch.compiler.config.force_cudagraph_gc = True  # a graph freed amid a capture would end it
     recorded = dict(vars(agent.args))
     metrics = defaultdict(lambda: rb.data.new_zeros(()))
     capture = partial(CudaGraphModule, warmup=3)
