@@ -3,13 +3,13 @@
     python plots/curves.py runs/                    all runs in runs/ and in folders there
     python plots/curves.py runs/gae_lambda --band std --target 1000
     python plots/curves.py runs/batch_size --by num_steps --where seed=1 seed=2 --x seconds
-    python plots/curves.py plots/results/p*_atari_pong_cpu.json --metric charts/eval_return
+    python plots/curves.py plots/results/learning/p*_pong__*.json --by script --band none
 
-A panel is a script and environment. A line is what differs within it: the row of the speed-up table
-(baseline, compile, ...) and the settings that vary, or those that --by names. Seeds never are,
-threads only there, and --exp-name where it stands for several runs. Runs of CleanRL, which are
-TensorBoard files in a directory with its name, are a line beside ours. Records of plots/record.py
-have curves, too: of returns and evaluations.
+A panel is a script and environment, or with --by script an environment. A line is what differs
+within it: the row of the speed-up table (baseline, compile, ...) and the settings that vary, or
+those that --by names. Seeds never are, threads only there, and --exp-name where it stands for
+several runs. Runs of CleanRL, which are TensorBoard files in a directory with its name, are a line
+beside ours. Records of plots/record.py have curves, too: of returns and evaluations.
 Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
@@ -87,8 +87,9 @@ LEGEND = {
     "frameon": False,
 }
 BANDS = {
-    "bootstrap": "95% bootstrap interval of the mean",
-    "std": "standard deviation",
+    "bootstrap": "band: 95% bootstrap interval of the mean",
+    "std": "band: standard deviation",
+    "none": "a line per run",
 }
 AXES = {"steps": "environment steps", "seconds": "wall-clock time (seconds)"}
 
@@ -232,7 +233,9 @@ def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
             key.append((value, ""))
         else:
             key.append((0, str(value)))
-        if name in settings:
+        if name == "script":
+            texts.insert(0, label(value))
+        elif name in settings:
             texts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
     return key, ", ".join(texts) or run.row
 
@@ -253,11 +256,11 @@ def once(runs: list[Run], by: list[str] | None = None) -> list[Run]:
 
 
 def groups(runs: list[Run], by: list[str] | None = None) -> dict:
-    """{(script, environment): {line: runs}}."""
+    """{(script, environment): {line: runs}}; the script is empty where it makes lines."""
     runs = once(runs, by)
     panels: dict = {}
     for run in runs:
-        panel = run.script, run.env_id
+        panel = "" if by and "script" in by else run.script, run.env_id
         panels.setdefault(panel, []).append(run)
     found: dict = {}
     for panel, mine in sorted(panels.items()):
@@ -363,24 +366,29 @@ def headline(figure, text: str, runs: list[Run]) -> None:
 
 
 def draw_line(ax, curves: list[tuple], kind: str, line: str, look: dict) -> None:
-    """The mean of `curves`, its band and each run."""
+    """The mean of `curves`, its band and each run; of band "none" the runs alone."""
+    if max(len(x) for x, *_ in curves) == 1:
+        look = look | {"marker": "o"}
+    alone = kind == "none"
+    thin = {"linewidth": 1.4} if alone else {"linewidth": 0.5, "alpha": 0.45}
+    for x, y, _ in curves:
+        ax.plot(x, y, **thin, **look)
+    ends = [(x[-1], y[-1]) for x, y, missing in curves if missing]
+    for x, y in ends:
+        ax.plot(x, y, "x", color=look["color"])
+    interrupted = f", {len(ends)} interrupted" if ends else ""
+    name = f"{line} (n={len(curves)}{interrupted})"
+    if alone:
+        ax.plot([], [], label=name, **thin, **look)
+        return
     finished = [(x, y) for x, y, missing in curves if not missing]
     averaged = finished or [(x, y) for x, y, _ in curves]
     grid = union_grid([x for x, _ in averaged])
     grid = grid[grid <= min(x[-1] for x, _ in averaged)]
     rows = [on_grid(grid, x, y) for x, y in averaged]
     values = np.array(rows)
-    if max(len(x) for x, *_ in curves) == 1:
-        look = look | {"marker": "o"}
-    ends = [(x[-1], y[-1]) for x, y, missing in curves if missing]
-    for x, y, _ in curves:
-        ax.plot(x, y, linewidth=0.5, alpha=0.45, **look)
-    for x, y in ends:
-        ax.plot(x, y, "x", color=look["color"])
     low, high = band(kind, values)
     ax.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
-    interrupted = f", {len(ends)} interrupted" if ends else ""
-    name = f"{line} (n={len(curves)}{interrupted})"
     ax.plot(grid, mean_of_known(values), linewidth=1.8, label=name, **look)
 
 
@@ -400,7 +408,7 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
         squeeze=False,
     )
     if any(len(curves) > 1 for lines in panels.values() for curves in lines.values()):
-        heading += f"; band: {BANDS[kind]}"
+        heading += f"; {BANDS[kind]}"
     headline(figure, heading, runs)
     for row, (panel, lines) in zip(grid, panels.items(), strict=True):
         looks = styles(list(lines))
@@ -412,7 +420,7 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
                 ax.set_xlim(left=0)
             ax.xaxis.set_major_formatter(EngFormatter())
         script, env_id = panel
-        row[0].set_title(f"{label(script)}: {env_id}", loc="left")
+        row[0].set_title(f"{label(script)}: {env_id}" if script else env_id, loc="left")
         row[0].set_ylabel(what)
         handles, names = row[0].get_legend_handles_labels()
         row[-1].legend(handles, names, **LEGEND)

@@ -96,8 +96,9 @@ class Run:
 
     @property
     def settings(self) -> dict:
-        """What it was told; in older runs torch's threads were no flag."""
-        return {"torch_threads": self.config.get("threads")} | self.config["args"]
+        """What was run, and what it was told; in older runs torch's threads were no flag."""
+        found = {"script": self.script, "torch_threads": self.config.get("threads")}
+        return found | self.config["args"]
 
     @functools.cached_property
     def trace(self) -> dict | None:

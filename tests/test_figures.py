@@ -356,6 +356,20 @@ def test_choices_of_the_command(sweep, tmp_path):
     assert "wall-clock" not in text and "environment steps" not in text
 
 
+def test_scripts_are_lines_of_one_panel(tmp_path):
+    """Without a mean, which would be that of the whole run alone."""
+    for number, (script, steps) in enumerate([("ppo", 1000), ("ppo", 500), ("pqn", 1000)]):
+        made = config(seed=number, script=f"{script}_atari_envpool", env_id="Pong-v5")
+        write_events(make_run(tmp_path, number, made, stages(80, steps=steps)), learning(number))
+    found = draw(curves.main, tmp_path, tmp_path / "p", "--by", "script", "--band", "none")
+    steps, _ = found.figures[0].axes
+    assert steps.get_title(loc="left") == "Pong-v5"
+    drawn = [line for line in steps.lines if len(line.get_xdata()) > 1]
+    assert len(drawn) == 3 and len({line.get_color() for line in drawn}) == 2
+    named = [line.get_label() for line in steps.lines if not line.get_label().startswith("_")]
+    assert named == ["PPO Atari (n=2, 1 interrupted)", "PQN Atari (n=1)"]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
