@@ -159,25 +159,37 @@ def draw(rows: list[dict], runs: list[Run]):
 
 
 def draw_panel(ax, rows: list[dict], kind: str) -> None:
-    """One line per row over the seconds since its steady window began."""
+    """A line per row over the seconds since its steady window began, with its name at the end."""
     rows = [row for row in rows if kind in row]
-    if not rows:
-        return
     for row in rows:
         line = row["lines"][kind]
-        start = line[0][0]
-        edges = [0.0, *(end - start for _, end, _ in line)]
+        edges = [0.0, *(end - line[0][0] for _, end, _ in line)]
         percents = [percent for *_, percent in line]
-        said = f"{row['row']}: {short(row[kind]['area'])} %s"
         colour = curves.COLOURS[row["row"]]
-        ax.stairs(percents, edges, color=colour, label=said, linewidth=1.2, baseline=None)
+        ax.stairs(percents, edges, color=colour, linewidth=1.2, baseline=None)
         ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
     ax.set_ylim(0, 100 if kind == "GPU" else None)
-    ax.legend(fontsize=7.5, frameon=False, title="area under the curve", title_fontsize=7.5)
+    for i, row in enumerate(rows):
+        begin, _, _ = row["lines"][kind][0]
+        _, end, percent = row["lines"][kind][-1]
+        high = percent > ax.get_ylim()[1] / 2
+        right = end - begin > ax.get_xlim()[1] / 2
+        ax.annotate(
+            f"{row['row']}\narea {short(row[kind]['area'])} %s",
+            (end - begin, percent),
+            xytext=(-4 if right else 4, -4 - 24 * i if high else 4),  # high ones are close together
+            textcoords="offset points",
+            ha="right" if right else "left",
+            va="top" if high else "bottom",
+            color=curves.COLOURS[row["row"]],
+            fontsize=8,
+        )
 
 
-def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
-    """Table and figure of those `runs` that have samples; the figure's files."""
+def write(
+    runs: list[Run], out: Path, name: str = "utilization", scripts: tuple[str, ...] = ()
+) -> list[Path]:
+    """Table of those `runs` that have samples, and figure of these scripts or all; its files."""
     found = breakdown.reduce_all(runs, reduce)
     if not found:
         print("no utilization: no run has written what its processor did", file=sys.stderr)
@@ -185,7 +197,8 @@ def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
     chosen = [run for run, _ in found]
     rows = [row for _, row in found]
     record = run_dirs.record_of(chosen, rows)
-    files = curves.save(draw(rows, chosen), out / name)
+    drawn = [row for row in rows if row["script"] in scripts] or rows
+    files = curves.save(draw(drawn, chosen), out / name)
     above = ["How busy the machine is while it trains", *run_dirs.describe(record["machine"])]
     tables.write_report(out / name, above, cells(rows), [], record, labels=3)
     return files

@@ -546,6 +546,18 @@ def test_figure_of_utilization(tmp_path):
     assert "| 75 | 300 | 100 | 400 |" in (tmp_path / "u.md").read_text()
 
 
+def test_utilization_is_drawn_of_some_scripts_and_told_of_all(tmp_path, monkeypatch):
+    for number, script in enumerate(("ppo_continuous_action", SCRIPT)):
+        path = make_run(tmp_path, number, config(script=script), report())
+        write_events(path, usage((2, 1), (4, 4)))
+    figures = []
+    monkeypatch.setattr(curves, "save", lambda figure, stem: figures.append(figure) or [])
+    utilization.write(run_dirs.read_runs([tmp_path])[0], tmp_path, scripts=(SCRIPT,))
+    assert [ax.get_title() for ax in figures[0].axes] == ["SAC: HalfCheetah-v5"]
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["baseline\narea 300 %s"]
+    assert len(read_record(tmp_path / "utilization")["rows"]) == 2
+
+
 # README
 
 

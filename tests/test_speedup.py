@@ -167,7 +167,7 @@ def stand_ins(tmp_path, monkeypatch):
     for module in (speedup, processes):
         monkeypatch.setattr(module, "ROOT", root)
         monkeypatch.setattr(module, "this_machine", machine)
-    monkeypatch.setattr(speedup, "draw_figures", lambda runs, rows, out, learned: None)
+    monkeypatch.setattr(speedup, "draw_figures", lambda runs, rows, out, quick: None)
     return root
 
 

@@ -49,6 +49,7 @@ from run_dirs import ROOT, ROWS, VARIANT, Run, read_runs, shown, this_machine
 from tables import in_units, spread
 
 TRACED = ["--stopwatch", "trace"]
+UTILIZED = ("ppo_continuous_action", "ppo_mujoco_worlds")  # those that --quick draws
 
 
 class Lengths(NamedTuple):
@@ -314,14 +315,15 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
     return curves.save(figure, out / "speedup")
 
 
-def draw_figures(runs: list[Run], rows: list[dict], out: Path, learned: bool) -> None:
+def draw_figures(runs: list[Run], rows: list[dict], out: Path, quick: bool) -> None:
     """What this program, plots/curves.py and plots/breakdown.py make of these runs."""
     import breakdown
     import curves
     import utilization
 
-    files = breakdown.write(runs, out) + utilization.write(timed(runs), out)
-    if learned:
+    files = breakdown.write(runs, out)
+    files += utilization.write(timed(runs), out, scripts=UTILIZED if quick else ())
+    if not quick:
         files += curves.write(timed(runs), out)
     if any(row.get("speedup") for row in rows):
         files += draw_speedups(rows, runs, out)
@@ -399,7 +401,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = summarize(timed(runs), protocol_rows(options))
         with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
             write_table(runs, rows, failures, protocol, call, options.out)
-            draw_figures(runs, rows, options.out, learned=protocol != "quick")
+            draw_figures(runs, rows, options.out, quick=protocol == "quick")
         print(said.getvalue(), end="")
     return processes.say_failures(failures)
 
