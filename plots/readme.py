@@ -438,8 +438,7 @@ def environments() -> str:
         found = record(name)
         for arm in env_report.arms(found["rows"]):
             seconds = env_report.medians(found["rows"], arm)
-            fit = env_report.turning_point(seconds)
-            turning = env_report.describe_turning(fit, seconds) if fit else "-"
+            turning = env_report.describe_turning(seconds)
             table.append([arm, *env_report.speeds(seconds, counts), turning])
         most = found["bytes_per_second"][device] / env_report.STEP_BYTES
         blank = ["-"] * (len(counts) - 1)

@@ -40,7 +40,7 @@ from leanrl.ppo_cartpole_gpu import CartPole
 
 SAMPLES = 5  # per point; the median counts
 NUMBERS = sorted({32} | {4**k for k in range(11)})  # of environments; 32 is where processes end
-PACKAGES = ["torch", "gymnasium", "numpy", "envpool", "stable-baselines3", "numba-cuda"]
+PACKAGES = ["torch", "gymnasium", "numpy", "envpool", "stable-baselines3"]
 BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
 CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length
 POOL = 16  # sets of random actions, used in turn
@@ -162,7 +162,7 @@ def of_kernel(
 ) -> Iterator[Stepper]:
     """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training.
 
-    Tensors and Numba are launched from Python there: below their turning point that is what counts.
+    Tensors are launched from Python there: below their turning point that is what counts.
     """
     device = torch.device(device_type)
     envs = KernelCartPole(num_envs, device, threads_per_block=threads, substeps=substeps)
@@ -173,19 +173,6 @@ def of_kernel(
     else:
         replay = captured(lambda: envs.step(next(actions)))
         yield Stepper(replay, CAPTURED_STEPS, waiting(device))
-
-
-# Numba
-
-
-@contextmanager
-def of_numba(threads: int, num_envs: int) -> Iterator[Stepper]:
-    """Launched from Python step by step, as the study did."""
-    from env_numba import NumbaCartPole, cuda
-
-    envs = NumbaCartPole(num_envs, threads)
-    actions = random_actions(num_envs, cuda.to_device)
-    yield Stepper(lambda: envs.step(next(actions)), 1, cuda.synchronize)
 
 
 MILLION = 4**10
@@ -201,9 +188,8 @@ ARMS = [
     Arm("tensors compiled, GPU", partial(of_tensors, "cuda", True), MILLION, ("cuda",)),
 ]
 for threads in BLOCKS:
-    kernel, numba = partial(of_kernel, "cuda", threads), partial(of_numba, threads)
+    kernel = partial(of_kernel, "cuda", threads)
     ARMS.append(Arm(f"kernel, TPB {threads}", kernel, MILLION, ("cuda",)))
-    ARMS.append(Arm(f"Numba-CUDA, TPB {threads}", numba, MILLION, ("cuda", "numba")))
 
 
 # What is measured
@@ -286,16 +272,16 @@ def main(arguments: list[str] | None = None) -> int:
     arms = [arm for arm in ARMS if fnmatch.fnmatch(arm.name, options.only or "*")]
     if not arms:
         parser.error(f"--only {options.only!r} matches none of: {', '.join(a.name for a in ARMS)}")
+    numbers, seconds = NUMBERS, options.seconds
+    if options.quick:
+        numbers, seconds = [1, 64, 4096], 0.05
     record = {
         "schema": 2,
         "command": processes.call("env_scaling.py", options, *names),
         "machine": run_dirs.measured_here(torch.get_num_threads(), PACKAGES),
         "bytes_per_second": measure_limits(),
     }
-    if options.quick:
-        record |= measure_steps(arms, [1, 64, 4096], seconds=0.05)
-    else:
-        record |= measure_steps(arms, NUMBERS, options.seconds)
+    record |= measure_steps(arms, numbers, seconds)
     import env_report  # which draws, so that --help need not wait for that
 
     env_report.write(record, options.out / "env_scaling")

@@ -188,7 +188,6 @@ def main(arguments: list[str] | None = None) -> int:
             environment = {
                 "PYTHONPATH": str(ROOT / "tests/rehearsed"),
                 "REHEARSED_PROBLEMS": folder,
-                "NUMBA_ENABLE_CUDASIM": "1",
             }
         elif not torch.cuda.is_available():
             parser.error("no CUDA device for torch; --rehearse needs none")
