@@ -2,15 +2,12 @@
 
     python plots/curves.py runs/                    all runs in runs/ and in folders there
     python plots/curves.py runs/gae_lambda --band std --target 1000
-    python plots/curves.py runs/batch_size --by num_steps --where seed=1 seed=2 --x seconds
     python plots/curves.py plots/results/learning/p*_pong__*.json --by script --band none
 
 A panel is a script and environment, or with --by script an environment. A line is what differs
 within it: the row of the speed-up table (baseline, compile, ...) and the settings that vary, or
-those that --by names. Seeds never are, threads only there, and --exp-name where it stands for
-several runs. Runs of CleanRL, which are TensorBoard files in a directory with its name, are a line
-beside ours. Records of plots/record.py have curves, too: of returns and evaluations.
-Written as PNG and SVG to --out:
+those that --by names. Seeds never are; threads and --exp-name only there. Records of
+plots/record.py have curves, too: of returns and evaluations. Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
                       over --x
@@ -19,26 +16,19 @@ Written as PNG and SVG to --out:
                       and performance profile; NAME_scores.json also has, with --target, the steps
                       after which each run has first reached it
 
-Lines are the mean over the runs, with --band around it and each run thin. A learning curve is the
-mean of the last --last values of the metric, linear between two of them, and ends with its run: of
-the last tenth of a run's values, 10 at most, where --last does not say otherwise. At each x the
-mean is over the runs that have a value there. It stops where the first run stops. Bands are where
-two or more have a value.
-
-Runs that were interrupted, or killed, or are still running, are named and have curves, which end in
-a cross, but no scores; where others are finished, they are not in the mean. Of CleanRL's these are
-those that others have left behind. A run counts once, whatever links lead to it; of runs with the
-same settings and seed, which are no independent ones, the newest does. Scores are those of Agarwal
-et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021, but
-the values of several tasks are averaged as they are: where scales differ, take each by --where.
+Lines are the mean over the runs, with --band around it and each run thin, and end where the first
+run does. A curve is the mean of the last --last values of the metric, or of the last tenth of a
+run's values, 10 at most. Runs that were interrupted are named and have curves, which end in a
+cross, but no scores; where others are finished, they are not in the mean. Of runs with the same
+settings and seed the newest counts. Scores are those of Agarwal et al., "Deep Reinforcement
+Learning at the Edge of the Statistical Precipice", NeurIPS 2021, but the values of several tasks
+are averaged as they are.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import textwrap
-from contextlib import suppress
 from pathlib import Path
 
 import matplotlib
@@ -77,7 +67,6 @@ COLOURS = {  # of the rows, in every figure the same; Okabe and Ito's
     "compile": "#D55E00",
     "cudagraphs": "#009E73",
     "compile+cudagraphs": "#0072B2",
-    "CleanRL": "#CC79A7",
 }
 ORDER = list(COLOURS)
 LEGEND = {
@@ -187,8 +176,6 @@ def varying(runs: list[Run]) -> list[str]:
     settings = [run.config["args"] for run in runs]
     found = []
     free = FREE_ARGS | {"env_id", "torch_threads"}
-    if names_count(runs):
-        free -= {"exp_name"}
     parts = [(run.row,) for run in runs]
     for name in dict.fromkeys(name for args in settings for name in args):
         if name in free:
@@ -200,26 +187,6 @@ def varying(runs: list[Run]) -> list[str]:
             found.append(name)
             parts = finer
     return found
-
-
-def told(run: Run, free: set[str]) -> str:
-    """The settings of a run that are not free."""
-    rows = sorted(run.settings.items())
-    return repr([(name, value) for name, value in rows if name not in free])
-
-
-def names_count(runs: list[Run]) -> bool:
-    """Whether --exp-name tells runs apart: if one has several, or if two have the same run."""
-    names: dict = {}
-    for run in runs:
-        known = names.setdefault((run.script, run.env_id, run.row), {})
-        mine = known.setdefault(run.settings.get("exp_name"), set())
-        mine.add(told(run, FREE_ARGS - {"seed"}))
-    for known in names.values():
-        each = [settings for mine in known.values() for settings in mine]
-        if len(known) > 1 and (len(each) > len(known) or len(each) > len(set(each))):
-            return True
-    return False
 
 
 def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
@@ -243,15 +210,13 @@ def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
 def once(runs: list[Run], by: list[str] | None = None) -> list[Run]:
     """Of runs with the same settings and seed the newest, a whole one if there is one.
 
-    `runs` are in the order in which they were made. Threads tell them apart if they do in `by`.
+    `runs` are in the order in which they were made. Threads and names count if they are in `by`.
     """
-    counts = {"seed", *(by or [])}
-    if names_count(runs):
-        counts.add("exp_name")
-    free = (FREE_ARGS | {"torch_threads"}) - counts
+    free = (FREE_ARGS | {"torch_threads"}) - {"seed", *(by or [])}
     found = {}
     for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
-        found[run.script, run.row, told(run, free)] = run
+        told = [(name, value) for name, value in run.settings.items() if name not in free]
+        found[run.script, run.row, repr(sorted(told))] = run
     return list(found.values())
 
 
@@ -283,23 +248,6 @@ def setting(name: str, runs: list[Run]) -> str:
     if not any(found in run.settings for run in runs):
         raise ValueError(f"no run has a setting {found!r}")
     return found
-
-
-def matching(runs: list[Run], conditions: list[str]) -> list[Run]:
-    """The runs with these settings, NAME=VALUE; several values of a name are alternatives."""
-    wanted: dict = {}
-    for condition in conditions:
-        if "=" not in condition:
-            raise ValueError(f"--where {condition}: no NAME=VALUE")
-        name, text = condition.split("=", maxsplit=1)
-        values = wanted.setdefault(setting(name, runs), [])
-        values.append(None if text == "None" else text)
-        with suppress(ValueError):  # numbers, true and false; all else is text
-            values.append(json.loads(text.lower()))
-    for name, values in wanted.items():
-        with_it = [run for run in runs if name in run.settings]
-        runs = [run for run in with_it if run.settings[name] in values]
-    return runs
 
 
 # A run's curves, (x, y) or None
@@ -541,7 +489,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metric", default=RETURN, help=f"of TensorBoard (default: {RETURN})")
     parser.add_argument("--x", help="steps, seconds or a metric (default: both)")
     parser.add_argument("--by", nargs="+", metavar="NAME", help="settings that make lines")
-    parser.add_argument("--where", nargs="+", default=[], metavar="NAME=VALUE", help="only these")
     parser.add_argument("--band", choices=BANDS, default="bootstrap")
     parser.add_argument("--last", type=program.count, help="values that a curve is the mean of")
     parser.add_argument("--target", type=float, help="value of the metric to reach")
@@ -604,9 +551,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     runs = run_dirs.read_and_tell(options.runs)
     try:
-        runs = runs and matching(runs, options.where)
         if not runs:
-            raise ValueError(f"no such runs in {', '.join(map(shown, options.runs))}")
+            raise ValueError(f"no runs in {', '.join(map(shown, options.runs))}")
         options.by = options.by and [setting(name, runs) for name in options.by]
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)

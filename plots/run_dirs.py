@@ -127,15 +127,6 @@ class RecordedRun(Run):
         return {name: self.metrics[name] for name in names}
 
 
-class CleanRLRun(Run):
-    """A run of CleanRL: its name says what was run, its TensorBoard files what came of it."""
-
-    row = "CleanRL"
-    script = property(lambda self: self.config["args"]["exp_name"])
-    hardware = "unknown for CleanRL"
-    trace = None
-
-
 # Names
 
 
@@ -342,14 +333,8 @@ def read_run(path: Path, whole: bool = True) -> Run:
 
     A resumed run has further parts, config_STEP.json and stages_STEP.json. It has ended if one of
     them has; its speed is that of the last part with a steady window. Unless it must be `whole`, a
-    run may also have been interrupted, have ended in its warm-up, or be one of CleanRL, which are
-    TensorBoard files in ENV__EXP__SEED__TIME.
+    run may also have been interrupted or have ended in its warm-up.
     """
-    named = re.fullmatch("(.+)__(.+)__([0-9]+)__[0-9]+", path.name)
-    foreign = not (path / "config.json").exists() and any(path.glob("*.tfevents.*"))
-    if named and foreign and not whole:
-        args = {"env_id": named[1], "exp_name": named[2], "seed": int(named[3])}
-        return CleanRLRun(path, {"args": args}, {})
     ended = False
     problems = []
     begun = []
@@ -512,25 +497,9 @@ def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[st
     return runs, skipped
 
 
-def mark_killed(runs: list[Run]) -> None:
-    """Marks those of CleanRL that ended before others did: nothing else tells which were killed."""
-    ends: dict = {}
-    for run in runs:
-        if isinstance(run, CleanRLRun):
-            speeds = run.series([SPEED]).get(SPEED)
-            end = speeds.steps[-1] if speeds else 0
-            ends.setdefault((run.script, run.env_id), []).append((run, end))
-    for mine in ends.values():
-        longest = max(end for _, end in mine)
-        for run, end in mine:
-            if end < 0.99 * longest:
-                run.missing = f"stopped after {end:.0f} steps, others after {longest:.0f}"
-
-
 def read_and_tell(paths: list[Path]) -> list[Run]:
     """The runs at or below `paths`, also those that were interrupted, which are named."""
     runs, skipped = read_runs(paths, whole=False)
-    mark_killed(runs)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     for run in runs:
