@@ -1,27 +1,20 @@
 """How busy the machine is while a script trains: GPU and processor over time, and their area.
 
     python plots/utilization.py runs/               every run in runs/
-    python plots/utilization.py runs/A runs/B --out plots/out/mine
 
-LeanRL shows the GPU's utilization over the course of training with the area under the curve; on a
-machine without a GPU the same is asked of its processor. Written to --out: NAME.md and NAME.json,
-and the figure as PNG and SVG: a panel per script and environment, a line per row of the speed-up
-table, the GPU above the processor. Of several runs of a row the newest counts, of finished ones
-where there are any.
+As LeanRL shows it for the GPU. Written to --out: NAME.md and NAME.json, and the figure: a panel per
+script and environment, a line per row of the speed-up table, the GPU above the processor, over the
+steady window. Of several runs of a row the newest counts.
 
     GPU             percent of the time in which any kernel runs, which NVML is asked about at each
                     row of metrics: 100% may be 1% of the chip. "-" without a GPU or nvidia-ml-py
-    processor       percent of one core that the process takes, user and system time of all its
-                    threads over wall-clock time: 200% are two cores. Other processes of a run are
-                    not in it, evaluations are
-    area            percent-seconds under the line. Of two runs of as many steps, as the rows of the
-                    quick table are, that with less has taken less of the machine
-    window          seconds between the first and the last row of metrics in the steady window,
-                    without compilation and without a trace, with evaluations; all of a run that was
-                    still warming up, which has no steps/s
+    processor       percent of one core that the process takes with all its threads: 200% are two
+                    cores. Other processes of a run are not in it, evaluations are
+    area            percent-seconds under the line. Of two runs of as many steps that with less has
+                    taken less of the machine
 
-All are from TensorBoard: charts/gpu_percent and charts/cpu_seconds over the time of the events. A
-run that was resumed is left out: its second process counts anew.
+Both are of TensorBoard, charts/gpu_percent and charts/cpu_seconds. A run that was resumed is left
+out: its second process counts anew.
 """
 
 import sys

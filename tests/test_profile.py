@@ -307,16 +307,11 @@ def test_a_real_trace_of_a_small_loop(small_loop):
 
 
 def test_a_script_of_your_own_is_read_out(small_loop, capsys):
-    """No config.json, no TensorBoard: a report and its trace are enough, or the latter."""
-    path, trace = small_loop
+    """No config.json, no TensorBoard: a report and its trace are enough."""
+    path, _ = small_loop
     for place in (path / "stages.json", path):
         status, said, _ = read_out(capsys, place)
         assert status == 0 and "backpropagation: " in said and "steps/s" in said
-    status, said, _ = read_out(capsys, path / "trace.json.gz", "--steps", "5")
-    table = cells(said)
-    assert status == 0 and table["inference"][-1] == "1" and "steps/s" not in said
-    calls = sum(fields["backend_calls"] for fields in trace["stages"].values())
-    assert float(table["total"][-1]) == calls / 5
 
 
 @pytest.mark.parametrize("iterations", [2, 4, 7])

@@ -1,19 +1,16 @@
 """The scaling study: what a step of CartPole costs when there are 1 to a million of them.
 
     bash run.sh study                                   sets up, then measures, in minutes
-    python plots/measure/env_scaling.py --quick         a few points, short samples
     python plots/measure/env_scaling.py --only '*GPU' --seconds 0.1      some arms, all points
 
 After "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). CartPole-v1 is stepped
 by each arm in turn as its users would call it, with random actions drawn beforehand; an arm that
 cannot run here is named with the reason. Measured are the seconds of one step of all environments
 against their number. A straight line a + b N is fitted to them in relative error; its turning point
-from flat to linear is N = a / b. Of each device it is also measured how many bytes/s a copy reads
-and writes: what memory allows. What PPO makes of such environments is in the speed-up table, by
-ppo_cartpole_gpu.
+from flat to linear is N = a / b. What memory allows are the bytes/s of a copy.
 
-Written to --out: env_scaling.json with every sample, env_scaling.md, which on a GPU also names the
-best number of threads per block, and the figures env_scaling_throughput and, there, _blocks.
+Written to --out: env_scaling.json with every sample, env_scaling.md, and the figures
+env_scaling_throughput and, on a GPU, _blocks: threads per block.
 """
 
 import fnmatch

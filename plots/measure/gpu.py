@@ -3,16 +3,11 @@
     bash run.sh gpu                 tests, the quick table, profiles, devices, the study: an hour
     bash run.sh gpu --rehearse      the same programs, tiny, where there is no GPU: minutes
 
-Correctness comes before speed. Each step is a process of its own, whose output is in logs/; one
-that fails stops none after it. The page says what was tested, what was measured, and what falls
-short of the records in plots/results/: rows of the speed-up table that are slower than on the same
-GPU before or, where no record is of such a GPU, gain less than on the CPU of the record.
-
-A rehearsal has no number that counts: its "GPU" is tests/cuda_rehearsal.py on this CPU. It shows
-that each program goes through to its report, and names what CUDA would have refused.
-
-Written to --out: gpu.md, gpu.json, logs/, and the records of the programs. Exit status 1 if a step
-failed.
+Each step is a process of its own; one that fails stops none after it. The page says what was
+tested, what was measured, and what falls short of the records in plots/results/: rows of the
+speed-up table that are slower than on the same GPU before or, where no record is of such a GPU,
+gain less than on the CPU of the record. In a rehearsal, whose "GPU" is tests/cuda_rehearsal.py, no
+number counts. Written to --out: gpu.md, gpu.json, logs/, and the records of the programs.
 """
 
 import argparse

@@ -4,20 +4,10 @@
     python plots/measure/overhead.py --only 'ppo_cont*'   of every 'SCRIPT ROW', those that match
 
 Per script, row and seed two runs as long as those of the quick table: one of the script as it is,
-and one whose stages do nothing: it reads the clock once per iteration, waits for no GPU to take a
-sample, and still calls `run.stage`, which costs some 50 ns each time. Processes that a script
-starts are as they are in both. (A trace takes no part: what it tells is scaled to the untraced
-seconds.) Without a GPU the two run at the same moment on a core each, so that the drift of a shared
-machine hits both alike, and change cores with each seed; with one, or on a single core, one after
-the other.
-
-    off             microseconds per environment step without the stages, mean over the seeds
-    with            the same with it
-    bias            with / off - 1: mean over the seeds, and range. It is to stay below 1%; RL-Scope
-                    reports -17% to +11% after its own correction
-
-Written to --out: overhead.md, overhead.json and logs/. Exit status 1 if a run failed or a mean bias
-is beyond 1%.
+and one whose stages do nothing: it reads the clock once per iteration and takes no samples of a
+GPU. On two cores the two run at the same moment, and change cores with each seed; with a GPU or one
+core, one after the other. The bias, with / off - 1, is to stay below 1%; RL-Scope reports -17% to
++11% after its own correction. Exit status 1 if a run failed or a mean bias is beyond 1%.
 """
 
 import argparse

@@ -4,17 +4,13 @@
     python plots/measure/physics.py                      minutes; files in plots/out/
 
 Gymnasium's tasks with random actions, by one core and by all. The arms of a row take turns, a block
-of 64 steps of all worlds each, and ratios are of blocks that follow one another, so that the drift
-of a shared machine hits all alike. An arm begins all its episodes anew before each block.
+of 64 steps of all worlds each, and ratios are of blocks that follow one another. An arm begins all
+its episodes anew before each block.
 
-    physics         MuJoCoWorlds without judging: actions in, fields of MjData out; a robot that has
-                    fallen lies there until the next block
+    physics         MuJoCoWorlds without judging: actions in, fields of MjData out
     whole step      MuJoCoWorlds as a script with --compile steps it: observations, rewards, new
                     episodes
-    EnvPool         its whole step
     of EnvPool      whole step against whole step, median over the blocks
-
-Written to --out: physics.md and physics.json. Exit status 1 if EnvPool is not there.
 """
 
 import os
@@ -37,6 +33,7 @@ WORLDS = {  # per task, the numbers of worlds that are measured
     "Ant-v5": (64,),
     "Humanoid-v5": (64,),
 }
+BLOCKS = 15  # that count, of each arm
 BLOCK = 64  # steps of a block: a robot that has fallen takes longer, so as many for all
 
 
@@ -65,12 +62,12 @@ def make_envpool(env_id: str, num_worlds: int, threads: int):
     return pool.reset, lambda actions: pool.step(actions.double().numpy())
 
 
-def measure_row(arms: dict, num_worlds: int, space, blocks: int) -> dict:
+def measure_row(arms: dict, num_worlds: int, space) -> dict:
     """Steps/s of each block, {arm: [...]}; the first block, which compiles, does not count."""
     generator = np.random.default_rng(1)
     shape = BLOCK, num_worlds, *space.shape
     speeds = {name: [] for name in arms}
-    for block in range(blocks + 1):
+    for block in range(BLOCKS + 1):
         drawn = generator.uniform(space.low, space.high, shape)
         actions = list(torch.tensor(drawn).float())
         for name, (begin, step) in arms.items():
@@ -107,17 +104,14 @@ def cells(rows: list[dict]) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program.make_parser(__doc__, "--out")
-    parser.add_argument("--blocks", type=program.few, default=15, help="that count, of each arm")
-    parser.add_argument("--tasks", nargs="+", choices=WORLDS, default=list(WORLDS))
-    options = parser.parse_args(arguments)
+    options = program.make_parser(__doc__, "--out").parse_args(arguments)
     torch.set_num_threads(1)  # as in the script's loop
     machine = run_dirs.measured_here(threads=1, packages=["mujoco", "envpool"])
     cores = sorted(os.sched_getaffinity(0))
     rows = []
     failures = []
-    for task in options.tasks:
-        for num_worlds in WORLDS[task]:
+    for task, numbers in WORLDS.items():
+        for num_worlds in numbers:
             for count in sorted({1, len(cores)}):
                 os.sched_setaffinity(0, cores[:count])
                 torch._dynamo.reset()
@@ -126,11 +120,11 @@ def main(arguments: list[str] | None = None) -> int:
                     arms["EnvPool"] = make_envpool(task, num_worlds, count)
                 except ImportError:
                     failures.append("EnvPool: pip install -r requirements/envpool.txt")
-                speeds = measure_row(arms, num_worlds, space, options.blocks)
+                speeds = measure_row(arms, num_worlds, space)
                 row = {"task": task, "worlds": num_worlds, "cores": count}
                 rows.append(summarize(row, speeds))
                 os.sched_setaffinity(0, cores)
-    command = processes.call("physics.py", options, "blocks", "tasks")
+    command = processes.call("physics.py", options)
     above = [f"Worlds without a policy: {command}", *run_dirs.describe(machine)]
     record = {"schema": 1, "command": command, "machine": machine, "rows": rows}
     tables.write_report(options.out / "physics", above, cells(rows), [], record, labels=1)

@@ -1,4 +1,4 @@
-"""What field, growth, ablation and devices share: rounds in which all take turns, and a table.
+"""What programs share that compare: rounds in which all take turns, and a table.
 
 Each run is a process of its own, one at a time; round n has seed n, and a ratio of speeds is of
 runs of one round, so that the drift of a shared machine hits both alike.

@@ -3,35 +3,27 @@
     python plots/measure/speedup.py --quick                 six scripts, a run per row: minutes
     python plots/measure/speedup.py --full                  every script, 3 seeds, full length: days
     python plots/measure/speedup.py --full --only 'ppo*compile' --seeds 1 --steps 100000
-    python plots/measure/speedup.py --table-only runs/...   table and figures of runs that exist
 
-Every run is a process of its own, one at a time, and the rows take turns (A B C, A B C), so that
-the drift of a shared machine hits all alike; round n has seed n. --quick makes runs that are too
-short to learn anything, longer ones on a GPU, and leaves out the row eager. --full goes on where it
-stopped: a run that is finished, with the same command, on the same machine and versions, by a
-script that has not changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches, of all
-scripts and rows. With --full or a GPU, what a step's time is spent on comes from a short run per
-row that is traced. All numbers come from config.json and stages.json of the runs:
+Every run is a process of its own, one at a time, and the rows take turns, so that the drift of a
+shared machine hits all alike; round n has seed n. --quick makes runs that are too short to learn
+anything, longer ones on a GPU, and leaves out the row eager. --full goes on where it stopped: a run
+that is finished, with the same command, on the same machine and versions, by a script that has not
+changed since, is kept. With --full or a GPU, a short run per row is traced.
 
     steps/s         mean over the seeds, and range, of the steady environment steps per second
     speed-up        ratio of that mean to the baseline's, both over the rounds that both have
-    warm-up s       what steps/s leaves out: random exploration, compilation and capture, but not
-                    the imports. `first` is the row's first run, for which --full empties the
-                    compiler's cache, but for headers that all rows share; --quick takes the cache
-                    as it is. `best` is the fastest
+    warm-up s       random exploration, compilation and capture, but not the imports. `first` is the
+                    row's first run, for which --full empties the compiler's cache
     all steps/s     mean of all steps / all seconds
 
-Written to plots/out/: speedup.md and .json, the figures speedup, breakdown, utilization, of traced
-runs breakdown_stages and, not with --quick, curves_learning, with what else plots/curves.py,
-plots/breakdown.py and plots/utilization.py make of the runs, and logs/ with what each run printed.
-Exit status 1 if a run failed; the others count nevertheless.
+Written to --out: speedup.md and .json, the figures speedup, breakdown, utilization and, not with
+--quick, curves_learning, and logs/. Exit status 1 if a run failed; the others count nevertheless.
 """
 
 import argparse
 import fnmatch
 import io
 import re
-import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -331,10 +323,14 @@ def draw_figures(runs: list[Run], rows: list[dict], out: Path, quick: bool) -> N
 
 
 def write_table(
-    runs: list[Run], rows: list[dict], failures: list[str], protocol: str, call: str, out: Path
+    runs: list[Run], rows: list[dict], failures: list[str], options: argparse.Namespace
 ) -> None:
     """speedup.md and .json, with the speeds of the runs that `timed` chooses."""
     spent = timed(runs)
+    out = options.out
+    protocol = "quick" if options.quick else "full"
+    names = ("quick", "full", "only", "seeds", "steps", "tiny")
+    call = processes.call("speedup.py", options, *names)
     record = {
         "schema": 1,
         "protocol": protocol,
@@ -353,13 +349,24 @@ def write_table(
     tables.write_report(out / "speedup", above, cells(rows), below, record)
 
 
+def report(runs: list[Run], failures: list[str], options: argparse.Namespace) -> int:
+    """Table and figures of these runs; the exit status."""
+    if reason := run_dirs.incomparable(timed(runs)):
+        failures = [*failures, f"these runs make no table: {reason}"]
+    elif runs:
+        rows = summarize(timed(runs), protocol_rows(options))
+        with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
+            write_table(runs, rows, failures, options)
+            draw_figures(runs, rows, options.out, options.quick)
+        print(said.getvalue(), end="")
+    return processes.say_failures(failures)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__, "--out", "--steps", "--seeds")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--quick", action="store_true", help="README's six scripts; minutes")
     what.add_argument("--full", action="store_true", help="every script at full length")
-    folders = program.OPTIONS["runs"]
-    what.add_argument("--table-only", metavar="RUNS_DIR", help="run nothing", **folders)
     parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
     parser.add_argument(
         "--tiny", action="store_true", help="with --quick: speeds that mean nothing"
@@ -367,43 +374,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.tiny and (options.only or not options.quick):
         parser.error("--tiny is for the scripts of --quick")
-
-    failures: list[str] = []
-    if options.table_only:
-        protocol = "table only"
-        words = ["python", "plots/measure/speedup.py", "--table-only"]
-        call = shlex.join([*words, *map(shown, options.table_only)])
-        runs, skipped = read_runs(options.table_only)
-        for line in skipped:
-            print(f"skipped: {line}", file=sys.stderr)
-        if not runs:
-            parser.error(f"no finished runs in {', '.join(map(shown, options.table_only))}")
-    else:
-        here = this_machine()
-        jobs = plan(options, here["gpu"] is not None)
-        if not jobs:
-            parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
-        protocol = "quick" if options.quick else "full"
-        names = ("quick", "full", "only", "seeds", "steps", "tiny")
-        call = processes.call("speedup.py", options, *names)
-        kept = finished(jobs, here) if options.full else {}
-        for name, run in kept.items():
-            print(f"kept: {name}, {shown(run.path)}")
-        jobs = [job for job in jobs if job.name not in kept]
-        print(f"{len(jobs)} runs, {sum(job.steps for job in jobs):,} environment steps in all")
-        runs, failures = run_all(jobs, options.out / "logs", empty=options.full)
-        runs = [*kept.values(), *runs]
-
-    if reason := run_dirs.incomparable(timed(runs)):
-        processes.say_failures(failures)
-        parser.error(f"these runs make no table: {reason}; --table-only takes those that do")
-    if runs:
-        rows = summarize(timed(runs), protocol_rows(options))
-        with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
-            write_table(runs, rows, failures, protocol, call, options.out)
-            draw_figures(runs, rows, options.out, quick=protocol == "quick")
-        print(said.getvalue(), end="")
-    return processes.say_failures(failures)
+    here = this_machine()
+    jobs = plan(options, here["gpu"] is not None)
+    if not jobs:
+        parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
+    kept = finished(jobs, here) if options.full else {}
+    for name, run in kept.items():
+        print(f"kept: {name}, {shown(run.path)}")
+    jobs = [job for job in jobs if job.name not in kept]
+    print(f"{len(jobs)} runs, {sum(job.steps for job in jobs):,} environment steps in all")
+    runs, failures = run_all(jobs, options.out / "logs", empty=options.full)
+    return report([*kept.values(), *runs], failures, options)
 
 
 if __name__ == "__main__":
