@@ -341,10 +341,10 @@ def write(
     for row in rows if group else ():
         row["block"], row["bar"] = group(row)
     record = run_dirs.record_of(chosen, rows)
-    above = ["Where the time goes, from traced runs", *run_dirs.describe(record["machine"])]
     files += curves.save(draw_stages(rows, chosen, title, shares), out / f"{name}_stages")
     below = [limits(row) for row in rows]
-    tables.write_report(out / name, above, cells(rows), below, record, labels=3)
+    heading = "Where the time goes, from traced runs"
+    tables.write_report(out / name, heading, cells(rows), record, below=below, labels=3)
     return files
 
 

@@ -225,8 +225,7 @@ def blocks(record: dict):
 
 def write(record: dict, stem: Path) -> None:
     """Prints and writes NAME.md and NAME.json, and draws NAME_throughput and NAME_blocks."""
-    title = f"CartPole-v1, its steps against their number: {record['command']}"
-    above = [title, *run_dirs.describe(record["machine"])]
+    title = "CartPole-v1, its steps against their number"
     below = []
     for device, rate in record["bytes_per_second"].items():
         below.append(f"{device}: {in_units(rate)} bytes/s copied")
@@ -234,4 +233,4 @@ def write(record: dict, stem: Path) -> None:
     curves.save(throughput(record), stem.with_name(f"{stem.name}_throughput"))
     if figure := blocks(record):
         curves.save(figure, stem.with_name(f"{stem.name}_blocks"))
-    tables.write_report(stem, above, cells(record), below, record, labels=1)
+    tables.write_report(stem, title, cells(record), record, below=below, labels=1)

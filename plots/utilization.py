@@ -31,6 +31,7 @@ import tables
 from run_dirs import Run, label, shown
 from tables import short
 
+TITLE = "How busy the machine is while it trains"
 SHORTEST = 0.5  # seconds that a step of a line lasts
 SEEN = 2.0  # seconds: NVML tells of the last one at most, which is little of a shorter window
 CPU, GPU = "charts/cpu_seconds", "charts/gpu_percent"
@@ -134,7 +135,7 @@ def draw(rows: list[dict], runs: list[Run]):
         squeeze=False,
         layout="constrained",
     )
-    curves.headline(figure, "How busy the machine is while it trains", runs)
+    curves.headline(figure, TITLE, runs)
     for i, (title, mine) in enumerate(blocks.items()):
         floor, column = divmod(i, columns)
         first = floor * len(kinds)
@@ -192,8 +193,7 @@ def write(
     record = run_dirs.record_of(chosen, rows)
     drawn = [row for row in rows if row["script"] in scripts] or rows
     files = curves.save(draw(drawn, chosen), out / name)
-    above = ["How busy the machine is while it trains", *run_dirs.describe(record["machine"])]
-    tables.write_report(out / name, above, cells(rows), [], record, labels=3)
+    tables.write_report(out / name, TITLE, cells(rows), record, labels=3)
     return files
 
 

@@ -216,13 +216,11 @@ def draw(record: dict):
 
 
 def write(record: dict, stem: Path) -> None:
-    above = [f"Work per step: {record['command']}"]
-    above += run_dirs.describe(record["machine"])
     below = ["growth: from an arm's least work to its most; 1 is in proportion, 0 not at all"]
     below.append("so compare it between arms that have the same numbers of substeps")
     png, _ = curves.save(draw(record), stem)
     below.append(f"figure: {run_dirs.shown(png)}")
-    tables.write_report(stem, above, cells(record), below, record)
+    tables.write_report(stem, "Work per step", cells(record), record, below=below)
 
 
 def main(arguments: list[str] | None = None) -> int:

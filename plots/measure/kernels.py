@@ -409,8 +409,8 @@ def main(arguments: list[str] | None = None) -> int:
             failures.append(str(failure))
     machine = run_dirs.measured_here(threads=1, packages=["triton"])
     record = {"schema": 1, "machine": machine, "rows": rows}
-    above = ["Kernels per step of all environments, counted", *run_dirs.describe(machine)]
-    tables.write_report(options.out / "kernels", above, cells(rows), [], record, labels=1)
+    title = "Kernels per step of all environments, counted"
+    tables.write_report(options.out / "kernels", title, cells(rows), record, labels=1)
     return processes.say_failures(failures)
 
 

@@ -124,21 +124,14 @@ def summarize(pairs: list[dict]) -> list[dict]:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["script", "row", "off us", "with us", "bias", "min-max", "seeds"]]
-    for row in rows:
-        bias = row["bias"]
-        table.append(
-            [
-                row["script"],
-                row["row"],
-                tables.short(1e6 * row["off_seconds"]),
-                tables.short(1e6 * row["on_seconds"]),
-                f"{bias['mean']:+.1%}",
-                f"{bias['min']:+.1%} to {bias['max']:+.1%}",
-                str(row["seeds"]),
-            ]
-        )
-    return table
+    columns = {
+        "off us": lambda row: tables.short(1e6 * row["off_seconds"]),
+        "with us": lambda row: tables.short(1e6 * row["on_seconds"]),
+        "bias": lambda row: f"{row['bias']['mean']:+.1%}",
+        "min-max": lambda row: f"{row['bias']['min']:+.1%} to {row['bias']['max']:+.1%}",
+        "seeds": lambda row: str(row["seeds"]),
+    }
+    return tables.lay_out(rows, ["script", "row"], columns)
 
 
 def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
@@ -180,7 +173,6 @@ def main(arguments: list[str] | None = None) -> int:
     worst = max(abs(row["bias"]["mean"]) for row in rows)
     command = processes.call("overhead.py", options, "only", "seeds")
     how = "side by side, one core each" if side_by_side else "one after the other"
-    above = [f"What the stopwatch costs, pairs {how}: {command}", *run_dirs.describe(machine)]
     below = [f"largest mean bias: {worst:.1%} (limit {LIMIT:.0%})"]
     record = {
         "schema": 2,
@@ -189,7 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": rows,
         "pairs": pairs,
     }
-    tables.write_report(options.out / "overhead", above, cells(rows), below, record)
+    title = f"What the stopwatch costs, pairs {how}"
+    tables.write_report(options.out / "overhead", title, cells(rows), record, below=below)
     return processes.say_failures(failures) or int(worst > LIMIT)
 
 

@@ -21,10 +21,11 @@ import gymnasium as gym
 import numpy as np
 import processes
 import program
+import rounds
 import run_dirs
 import tables
 import torch
-from tables import short, spread
+from tables import spread
 
 WORLDS = {  # per task, the numbers of worlds that are measured
     "HalfCheetah-v5": (64, 1024),
@@ -91,16 +92,18 @@ def summarize(row: dict, speeds: dict) -> dict:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    names = ["physics", "whole step", "EnvPool"]
-    table = [["task", "worlds", "cores", *names, "of EnvPool"]]
-    for row in rows:
-        line = [row["task"], f"{row['worlds']:,}", str(row["cores"])]
-        for name in names:
-            found = row["steps_per_second"].get(name)
-            line.append(short(found["median"]) if found else "-")
-        line.append(f"{row['of_envpool']:.2f}x" if "of_envpool" in row else "-")
-        table.append(line)
-    return table
+    def speed(arm: str):
+        return lambda row: rounds.middle(row["steps_per_second"].get(arm))
+
+    columns = {
+        "worlds": lambda row: f"{row['worlds']:,}",
+        "cores": lambda row: str(row["cores"]),
+        "physics": speed("physics"),
+        "whole step": speed("whole step"),
+        "EnvPool": speed("EnvPool"),
+        "of EnvPool": lambda row: f"{row['of_envpool']:.2f}x" if "of_envpool" in row else "-",
+    }
+    return tables.lay_out(rows, ["task"], columns)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -125,9 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.append(summarize(row, speeds))
                 os.sched_setaffinity(0, cores)
     command = processes.call("physics.py", options)
-    above = [f"Worlds without a policy: {command}", *run_dirs.describe(machine)]
     record = {"schema": 1, "command": command, "machine": machine, "rows": rows}
-    tables.write_report(options.out / "physics", above, cells(rows), [], record, labels=1)
+    title = "Worlds without a policy"
+    tables.write_report(options.out / "physics", title, cells(rows), record, labels=1)
     return processes.say_failures(sorted(set(failures)))
 
 

@@ -488,11 +488,11 @@ def report(runs: list[dict], told: list[dict], minutes: int, rows: list[dict], o
     for run in told:  # not the load: minutes are of processor time
         lines += run_dirs.describe(run["machine"] | {"load_average_1min": None})
     lengths = " or ".join(map(str, sorted({run["minutes"] for run in told})))
-    above = [f"The race, as far as it is made: {command}", *dict.fromkeys(lines)]
+    above = [*dict.fromkeys(lines)]
     above.append(f"{lengths} minutes per run, in processor time, a core each")
     table = cells(rows)
     record = {"schema": 1, "command": command, "table": table, "rows": rows, "runs": runs}
-    tables.write_report(out / "race", above, table, [], record)
+    tables.write_report(out / "race", "The race, as far as it is made", table, record, above)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -83,15 +83,7 @@ def cells(rows: list[dict], title: str, columns: dict[str, Callable[[dict], str]
         **columns,
         "warm-up s": lambda row: middle(row["warmup_seconds"]),
     }
-    table = [[title, *columns]]
-    for row in rows:
-        if "skipped" in row:
-            line = [f"skipped: {row['skipped']}"]
-            line += [""] * (len(columns) - 1)
-        else:
-            line = [cell(row) for cell in columns.values()]
-        table.append([row[title], *line])
-    return table
+    return tables.lay_out(rows, [title], columns)
 
 
 def ratio(name: str) -> Callable[[dict], str]:
@@ -107,10 +99,8 @@ def report(
     for results in record["rounds"]:
         configs += [result["config"] for result in results.values() if "config" in result]
     if configs:
-        title, *others = above
-        hardware = run_dirs.machine(configs)
-        above = [f"{title}: {record['command']}", *run_dirs.describe(hardware), *others]
+        title, *above = above
         below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
-        record = {"schema": 1, "machine": hardware} | record
-        tables.write_report(options.out / name, above, table, below, record, labels=1)
+        record = {"schema": 1, "machine": run_dirs.machine(configs)} | record
+        tables.write_report(options.out / name, title, table, record, above, below, labels=1)
     return processes.say_failures(record["failures"])

@@ -165,30 +165,16 @@ def summarize(runs: list[Run], names: list[str]) -> list[dict]:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    """The table, heading first, as text."""
-    heading = ["script", "row", "steps/s", "min-max", "speed-up"]
-    heading += ["warm-up s first", "best", "all steps/s", "runs"]
-    table = [heading]
-    for row in rows:
-        if "skipped" in row:
-            table.append([row["script"], row["row"], f"skipped: {row['skipped']}", *[""] * 6])
-            continue
-        steady = row["sps_steady"]
-        warmup = row["warmup_seconds"]
-        table.append(
-            [
-                row["script"],
-                row["row"],
-                f"{steady['mean']:,.1f}",
-                f"{steady['min']:,.1f}-{steady['max']:,.1f}",
-                f"{row['speedup']:.2f}x" if row["speedup"] else "-",
-                f"{warmup['first']:.1f}",
-                f"{warmup['best']:.1f}",
-                f"{row['sps']['mean']:,.1f}",
-                str(len(row["runs"])),
-            ]
-        )
-    return table
+    columns = {
+        "steps/s": lambda row: f"{row['sps_steady']['mean']:,.1f}",
+        "min-max": lambda row: "{min:,.1f}-{max:,.1f}".format(**row["sps_steady"]),
+        "speed-up": lambda row: f"{row['speedup']:.2f}x" if row["speedup"] else "-",
+        "warm-up s first": lambda row: f"{row['warmup_seconds']['first']:.1f}",
+        "best": lambda row: f"{row['warmup_seconds']['best']:.1f}",
+        "all steps/s": lambda row: f"{row['sps']['mean']:,.1f}",
+        "runs": lambda row: str(len(row["runs"])),
+    }
+    return tables.lay_out(rows, ["script", "row"], columns)
 
 
 def run_all(jobs: list[Job], logs: Path, empty: bool) -> tuple[list[Run], list[str]]:
@@ -340,13 +326,14 @@ def write_table(
         "failures": failures,
         "traced": [shown(run.path) for run in runs if traced(run)],
     }
-    above = [f"Speed-up table ({protocol}): {call}", *run_dirs.describe(record["machine"])]
+    above = []
     for script, args in {run.script: run.config["args"] for run in spent}.items():
         above.append(f"{script}: {args['env_id']}, {args['total_timesteps']:,} steps per run")
     below = [f"runs: {', '.join(sorted({shown(run.path.parent) for run in runs}))}/"]
     if (out / "logs").exists():
         below.append(f"logs: {shown(out / 'logs')}/")
-    tables.write_report(out / "speedup", above, cells(rows), below, record)
+    title = f"Speed-up table ({protocol})"
+    tables.write_report(out / "speedup", title, cells(rows), record, above, below)
 
 
 def report(runs: list[Run], failures: list[str], options: argparse.Namespace) -> int:
