@@ -495,16 +495,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def why_empty(runs: list[Run], wanted: list[str]) -> str:
-    """Why no run has a curve of these metrics."""
-    logged = set().union(*(run.series() for run in runs))
-    lacking = [name for name in wanted if name not in logged]
-    if not lacking:
-        return f"no run has numbers of {' and '.join(wanted)}"
-    there = ", ".join(sorted(logged)) or "nothing"
-    return f"no run has logged {' or '.join(map(repr, lacking))}, but {there}"
-
-
 def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> list[Path]:
     """The figures that these runs have something to show for; the files."""
     options = options or parse([str(out), "--out", str(out / name)])
@@ -527,8 +517,9 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     drawn = [run for run in runs if metric in series[run.path]]
     figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", drawn)
     if not figure:
-        wanted = [metric, *(axis for axis in axes if axis not in AXES)]
-        print(f"no figure: {why_empty(runs, wanted)}", file=sys.stderr)
+        logged = sorted(set().union(*(run.series() for run in runs)))
+        said = f"no run has {metric} over {' or '.join(axes)}, but {', '.join(logged) or 'nothing'}"
+        print(f"no figure: {said}", file=sys.stderr)
         return []
     files = save(figure, out / f"{name}_learning")
     for run in runs:

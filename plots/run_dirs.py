@@ -209,27 +209,6 @@ def differences(one: dict, other: dict) -> dict[str, tuple]:
     return found
 
 
-def incomparable(runs: list[Run]) -> str | None:
-    """Why `runs` do not belong into one table, or None if they do."""
-    for run in runs:
-        for other in runs:
-            pairs = differences(run.config, other.config)
-            if run.script == other.script:
-                one = run.config["args"]
-                another = other.config["args"]
-                names = one.keys() | another.keys()
-                if (run.row == "baseline") != (other.row == "baseline"):
-                    names = one.keys() & another.keys()  # the variant has flags of its own
-                for key in names - FREE_ARGS:
-                    pairs[key] = one.get(key), another.get(key)
-                if run.row == other.row:  # a former variant had other threads than its baseline
-                    pairs["threads"] = run.config["cpu"]["threads"], other.config["cpu"]["threads"]
-            for key, (here, there) in sorted(pairs.items()):
-                if here != there:
-                    return f"{shown(run.path)} has {key} {here}, {shown(other.path)} {there}"
-    return None
-
-
 def machine(configs: list[dict]) -> dict:
     """Hardware, versions, commit and load of the runs with these configs; None where unknown."""
     first = configs[0]

@@ -108,28 +108,6 @@ def test_speed_comes_from_runs_that_were_not_traced(runs):
     assert tabulate(runs)["eager"]["sps_steady"]["min"] == 100
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        (config("eager", batch_size=256), config("eager", 2, batch_size=512), "batch_size"),
-        (config("eager"), config("eager", 2, torch_threads=1), "threads 2,"),
-        (config("baseline"), config("compile", torch_threads=1), "torch_threads 2,"),
-    ],
-    ids=["flag", "row", "pair"],
-)
-def test_runs_that_cannot_be_compared_are_refused(one, other, said, tmp_path, capsys):
-    make_run(tmp_path, 1, one, stages(100))
-    make_run(tmp_path, 2, other, stages(90))
-    assert report_of(tmp_path) == 1
-    assert said in capsys.readouterr().err
-
-
-def test_flags_of_the_variant_alone_do_not_matter(tmp_path):
-    make_run(tmp_path / "runs", 1, config("baseline"), stages(100))
-    make_run(tmp_path / "runs", 2, config("compile", env_backend="kernel"), stages(300))
-    assert tabulate(tmp_path / "runs")["compile"]["speedup"] == 3
-
-
 def test_speedups_are_drawn(tmp_path, runs):
     found, _ = run_dirs.read_runs([runs])
     speedup.draw_speedups(speedup.summarize(found, list(run_dirs.ROWS)), found, tmp_path)

@@ -266,19 +266,15 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     return processes.numbers(run, command)
 
 
-def summarize(
-    results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS), cores: int = 1
-) -> list[dict]:
+def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
     """The first entrant is what all are compared with."""
     compared = dict.fromkeys(entrants, entrants[0])
-    rows = rounds.summarize(results, "entrant", "ratio_to_sb3", compared)
-    return [row | {"cores": cores} for row in rows]
+    return rounds.summarize(results, "entrant", "ratio_to_sb3", compared)
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
     columns = {
         f"of {rows[0]['entrant']}": rounds.ratio("ratio_to_sb3"),
-        "cores": lambda row: str(row["cores"]),
         "runs": lambda row: str(row["runs"]),
     }
     return rounds.cells(rows, "entrant", columns)
@@ -307,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         processes.check_field(parser, options, "field")
     results, failures = rounds.take_turns(settings.entrants, options, measure)
-    rows = summarize(results, settings.entrants, options.cores)
+    rows = summarize(results, settings.entrants)
     command = processes.call("field.py", options, "algorithm", "rounds", "steps", "cores")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
     above = ["Field benchmark", f"{settings.env_id}, {options.steps:,} steps per run"]
