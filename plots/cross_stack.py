@@ -19,7 +19,7 @@ import program
 import run_dirs
 import tables
 import traces
-from run_dirs import per_step, read_report, shown
+from run_dirs import per_step, read_json, shown
 from tables import as_text, short
 from traces import CPU_LAYERS
 
@@ -64,7 +64,7 @@ def read(path: Path) -> dict:
     if path.is_dir():
         parts = run_dirs.parts(path, "stages")
         path = parts[max(parts)]
-    report = read_report(path)
+    report = read_json(path)
     if not report["env_steps"]:
         raise ValueError("has no step in its steady window: the run ended before")
     return report | {"trace": traces.read_trace(path.parent, report)}

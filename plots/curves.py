@@ -254,20 +254,13 @@ def setting(name: str, runs: list[Run]) -> str:
 
 
 def curve(series: dict[str, Series], metric: str, axis: str, last: int | None) -> tuple | None:
-    """A running mean of the metric over `axis`: steps, seconds or another metric."""
-    known = AXES.keys() | series.keys()
-    if metric not in series or axis not in known:
+    """A running mean of the metric over `axis`: steps or seconds."""
+    if metric not in series:
         return None
     found = series[metric]
     finite = np.isfinite(found.values)
-    steps = found.steps[finite]
     values = found.values[finite]
-    if axis == "steps":
-        x = steps
-    elif axis == "seconds":
-        x = found.seconds[finite]
-    else:
-        x = on_grid(steps, series[axis].steps, series[axis].values)
+    x = getattr(found, axis)[finite]
     tenth = min(max(len(values) // 10, 1), MEAN_OF)
     y = running_mean(values, last or tenth)
     has_x = ~np.isnan(x)
@@ -363,9 +356,8 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
         for ax, (axis, column) in zip(row, columns.items(), strict=True):
             for line, curves in column.get(panel, {}).items():  # old records have no seconds
                 draw_line(ax, curves, kind, line, looks[line])
-            ax.set_xlabel(AXES.get(axis, axis))
-            if axis in AXES:
-                ax.set_xlim(left=0)
+            ax.set_xlabel(AXES[axis])
+            ax.set_xlim(left=0)
             ax.xaxis.set_major_formatter(EngFormatter())
         script, env_id = panel
         row[0].set_title(f"{label(script)}: {env_id}" if script else env_id, loc="left")
@@ -487,7 +479,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     default = str(ROOT / "plots/out/curves")
     parser.add_argument("--out", type=program.stem, default=default, help="NAME")
     parser.add_argument("--metric", default=RETURN, help=f"of TensorBoard (default: {RETURN})")
-    parser.add_argument("--x", help="steps, seconds or a metric (default: both)")
+    parser.add_argument("--x", choices=AXES, help="(default: both)")
     parser.add_argument("--by", nargs="+", metavar="NAME", help="settings that make lines")
     parser.add_argument("--band", choices=BANDS, default="bootstrap")
     parser.add_argument("--last", type=program.count, help="values that a curve is the mean of")
@@ -506,7 +498,7 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
         if run not in kept:
             print(f"{shown(run.path)}: another run has its settings and seed", file=sys.stderr)
     runs = kept
-    series = {run.path: run.series([metric, *axes]) for run in runs}
+    series = {run.path: run.series([metric]) for run in runs}
     found = groups(runs, options.by)
     what = metric.rpartition("/")[2].replace("_", " ")
     if last == 1:

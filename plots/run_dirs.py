@@ -270,7 +270,6 @@ def read_json(path: Path) -> dict:
 def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) -> dict:
     """config.json of the run in `path` and what machine.json beside it, or else `machine`, adds.
 
-    Older ones name the processor, its vector instructions and the number of torch's threads.
     Worlds, which are evaluated in Gymnasium's environment, have its name.
     """
     config = read_json(path / f"config{suffix}")
@@ -280,31 +279,9 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     found = {"python": None, "gpu_driver": None, "load_average": None, "git_commit": None}
     found |= read_json(beside) if beside.exists() else machine or {}
     versions = found.get("versions", {}) | config["versions"]
-    model = config.pop("processor", None)
-    cpu = {"model": model, "vectors": None, "cores": None} | found.get("cpu", {})
-    cpu["vectors"] = config.pop("vectors", None) or cpu["vectors"]
-    cpu["threads"] = config.get("threads") or args["torch_threads"]
+    cpu = {"model": None, "vectors": None, "cores": None} | found.get("cpu", {})
+    cpu["threads"] = args["torch_threads"]
     return found | config | {"cpu": cpu, "versions": versions}
-
-
-def read_report(path: Path) -> dict:
-    """A stopwatch's report, whose numbers are finite or unknown; ValueError says what is wrong."""
-    report = read_json(path)
-    if "traceEvents" in report:
-        raise ValueError("is a trace that is not compressed: gzip it")
-    check_numbers(report, f"{path.name}:")
-    return report
-
-
-def check_numbers(value, name: str) -> None:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            check_numbers(part, f"{name} {key}")
-    elif isinstance(value, list):
-        for part in value:
-            check_numbers(part, name)
-    elif value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-        raise ValueError(f"has {name} {value!r}, which is no finite number")
 
 
 def read_run(path: Path, whole: bool = True) -> Run:
@@ -364,7 +341,6 @@ def read_part(path: Path, before: int) -> Run:
         except ValueError as problem:
             run.missing = f"{problem}: killed or still running"
             return run
-        check_numbers(report, f"stages{suffix}:")
         run.stages = report
         steps = before + round(report["sps"] * report["wall_seconds"])
         if report["sps_steady"]:
