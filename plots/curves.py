@@ -11,7 +11,7 @@ plots/record.py have curves, too: of returns and evaluations. Written as PNG and
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
                       over --x
-    NAME_scores       of more than one line with two runs or more per task: interquartile mean of
+    NAME_scores       of more than one line with two runs or more: interquartile mean of
                       the last values with 95% intervals (of less than 10 runs they are too narrow)
                       and performance profile; NAME_scores.json also has, with --target, the steps
                       after which each run has first reached it
@@ -21,8 +21,7 @@ run does. A curve is the mean of the last --last values of the metric, or of the
 run's values, 10 at most. Runs that were interrupted are named and have curves, which end in a
 cross, but no scores; where others are finished, they are not in the mean. Of runs with the same
 settings and seed the newest counts. Scores are those of Agarwal et al., "Deep Reinforcement
-Learning at the Edge of the Statistical Precipice", NeurIPS 2021, but the values of several tasks
-are averaged as they are.
+Learning at the Edge of the Statistical Precipice", NeurIPS 2021, of a task each.
 """
 
 import argparse
@@ -157,15 +156,11 @@ def iqm(scores: Array) -> Array:
     return ordered[..., cut : count - cut].mean(-1)
 
 
-def stratified(scores: list[Array]) -> tuple[float, float]:
-    """95% interval of the interquartile mean, runs drawn anew within each task: (runs,) each."""
+def iqm_interval(scores: Array) -> tuple[float, float]:
+    """95% bootstrap interval of the interquartile mean over runs (s,)."""
     rng = np.random.default_rng(0)
-    draws = []
-    for task in scores:
-        picks = rng.integers(len(task), size=(SAMPLES, len(task)))
-        draws.append(task[picks])
-    means = iqm(np.concatenate(draws, axis=1))
-    return tuple(np.percentile(means, (2.5, 97.5)))
+    picks = rng.integers(len(scores), size=(SAMPLES, len(scores)))
+    return tuple(np.percentile(iqm(scores[picks]), (2.5, 97.5)))
 
 
 # Which runs are one line
@@ -371,60 +366,44 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
 
 
 def score_lines(known: dict, target: float | None) -> list[dict]:
-    """A dict per line with two runs or more: its final values, per task, and what they amount to.
-
-    Lines of the same name in several panels of one script are one method on several tasks.
-    """
-    methods: dict = {}
+    """A dict per line with two runs or more: its final values, and what they amount to."""
+    rows = []
     for (script, env_id), lines in known.items():
         for line, curves in lines.items():
-            methods.setdefault((script, line), {})[env_id] = curves
-    rows = []
-    for (script, line), tasks in methods.items():
-        finals = {}
-        times = []  # when each first reached the target
-        for env_id, curves in tasks.items():
-            finals[env_id] = [float(y[-1]) for _, y, _ in curves]
-            for x, y, _ in curves:
-                reached = x[y >= target] if target is not None else []
-                times.append(float(reached[0]) if len(reached) else None)
-        if min(map(len, finals.values())) < 2:
-            continue
-        scores = [np.array(values) for values in finals.values()]
-        together = np.concatenate(scores)
-        low, high = stratified(scores)
-        row = {
-            "script": script,
-            "line": line,
-            "runs": len(together),
-            "finals": finals,
-            "iqm": float(iqm(together)),
-            "low": low,
-            "high": high,
-        }
-        if target is not None:
-            row["times"] = times
-        rows.append(row)
+            if len(curves) < 2:
+                continue
+            finals = [float(y[-1]) for _, y, _ in curves]
+            low, high = iqm_interval(np.array(finals))
+            row = {
+                "script": script,
+                "environment": env_id,
+                "line": line,
+                "finals": finals,
+                "iqm": float(iqm(finals)),
+                "low": low,
+                "high": high,
+            }
+            if target is not None:  # when each first reached it
+                reached = [x[y >= target] for x, y, _ in curves]
+                row["times"] = [float(x[0]) if len(x) else None for x in reached]
+            rows.append(row)
     return rows
 
 
 def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
-    heading = ["script", "line", "tasks", "runs", "IQM (95%)"]
+    def middle(row: dict) -> str:
+        times = [np.inf if time is None else time for time in row["times"]]
+        found = statistics.median(times)
+        return "never" if np.isinf(found) else f"{found:,.0f}"
+
+    columns = {
+        "runs": lambda row: str(len(row["finals"])),
+        "IQM (95%)": lambda row: "{iqm:,.5g} ({low:,.5g} to {high:,.5g})".format(**row),
+    }
     if target is not None:
-        heading += [f"steps until {target:g}, median", "never"]
-    table = [heading]
-    for row in rows:
-        cells = [row["script"], row["line"]]
-        cells.append(", ".join(row["finals"]))
-        cells.append(str(row["runs"]))
-        cells.append(f"{row['iqm']:,.5g} ({row['low']:,.5g} to {row['high']:,.5g})")
-        if target is not None:
-            times = [np.inf if time is None else time for time in row["times"]]
-            middle = statistics.median(times)
-            cells.append("never" if np.isinf(middle) else f"{middle:,.0f}")
-            cells.append(str(times.count(np.inf)))
-        table.append(cells)
-    return table
+        columns[f"steps until {target:g}, median"] = middle
+        columns["never"] = lambda row: str(row["times"].count(None))
+    return tables.lay_out(rows, ["script", "environment", "line"], columns)
 
 
 def draw_scores(rows: list[dict], what: str):
@@ -433,18 +412,11 @@ def draw_scores(rows: list[dict], what: str):
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     figure.suptitle(f"Final {what}", fontsize=12)
     names = [row["line"] for row in rows]
-    if len({row["script"] for row in rows}) > 1:
-        names = [f"{label(row['script'])} {row['line']}" for row in rows]
+    if len({(row["script"], row["environment"]) for row in rows}) > 1:
+        names = [f"{label(x['script'])}: {x['environment']}, {x['line']}" for x in rows]
     looks = styles(names)
     looks = [looks[name] for name in names]
-    covered = [", ".join(row["finals"]) for row in rows]
-    if len(set(covered)) > 1:  # scores of different tasks are no contest
-        for i, tasks in enumerate(covered):
-            names[i] += f" ({tasks})"
-    finals = []
-    for row in rows:
-        tasks = row["finals"].values()
-        finals.append(np.concatenate(list(tasks)))
+    finals = [np.array(row["finals"]) for row in rows]
     everything = np.concatenate(finals)
     levels = np.linspace(everything.min(), everything.max(), 200)
     for i, row in enumerate(rows):

@@ -31,8 +31,7 @@ def record_of(run_dir: Path) -> dict:
     """Config, stages and returns of a run; ValueError says what it lacks."""
     run = run_dirs.read_part(run_dir, 0)
     if not run.stages:
-        resumed = len(run_dirs.parts(run_dir, "config")) > 1
-        raise ValueError("was resumed, and its first part killed" if resumed else run.missing)
+        raise ValueError(run.missing)
     if run.missing:
         print(f"interrupted: {run_dirs.shown(run_dir)} {run.missing}", file=sys.stderr)
     series = run.series(list(run_dirs.RECORDED))

@@ -100,23 +100,18 @@ def reduce(run: Run) -> dict | None:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["script", "environment", "row", "window s", "steps/s"]]
+    columns = {
+        "environment": lambda row: row["env_id"],
+        "row": lambda row: row["row"],
+        "window s": lambda row: f"{row['window']:,.0f}",
+        "steps/s": lambda row: short(row["steps_per_second"]) if row["steps_per_second"] else "-",
+    }
+    table = tables.lay_out(rows, ["script"], columns)
     for kind in KINDS:
         table[0] += [f"{kind} %", "area"]
-    for row in rows:
-        speed = row["steps_per_second"]
-        line = [
-            row["script"],
-            row["env_id"],
-            row["row"],
-            f"{row['window']:,.0f}",
-            short(speed) if speed else "-",
-        ]
-        for kind in KINDS:
-            known = kind in row
-            line.append(f"{row[kind]['mean']:.0f}" if known else "-")
-            line.append(f"{row[kind]['area']:,.0f}" if known else "-")
-        table.append(line)
+        for line, row in zip(table[1:], rows, strict=True):
+            found = row.get(kind)
+            line += [f"{found['mean']:.0f}", f"{found['area']:,.0f}"] if found else ["-", "-"]
     return table
 
 

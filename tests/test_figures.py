@@ -127,18 +127,15 @@ def test_interquartile_mean_is_of_the_middle_half():
     assert curves.iqm(scores) == pytest.approx(np.sort(scores)[25:-25].mean())
 
 
-def test_the_stratified_bootstrap_draws_within_each_task():
-    """Between two tasks lies a gulf: drawn from both alike, half of the runs would be of one."""
-    rng = np.random.default_rng(0)
-    low, high = curves.stratified([rng.normal(0, 1, 50), rng.normal(1000, 1, 50)])
-    assert 400 < low < high < 600 and high - low < 100
-    scores, other = rng.normal(size=50), np.random.default_rng(1)
+def test_the_interval_of_the_middle_half_is_the_bootstraps():
+    scores, other = np.random.default_rng(0).normal(size=50), np.random.default_rng(1)
     draws = [curves.iqm(other.choice(scores, 50)) for _ in range(2000)]
     expected = np.percentile(draws, (2.5, 97.5))
-    np.testing.assert_allclose(curves.stratified([scores]), expected, atol=0.05)
+    np.testing.assert_allclose(curves.iqm_interval(scores), expected, atol=0.05)
 
 
-SCORE = {"script": "s", "line": "baseline", "runs": 2, "iqm": 1.0, "low": 0.0, "high": 2.0}
+SCORE = {"script": "sac_continuous_action", "environment": "Ant", "line": "baseline"}
+SCORE |= {"iqm": 1.0, "low": 0.0, "high": 2.0, "finals": [1.0, 2.0]}
 
 
 def test_the_median_is_never_where_half_never_arrive():
@@ -147,23 +144,22 @@ def test_the_median_is_never_where_half_never_arrive():
         ([300.0, None], ["never", "1"]),
         ([None, None], ["never", "2"]),
     ):
-        row = SCORE | {"finals": {}, "times": times}
+        row = SCORE | {"times": times}
         assert curves.score_cells([row], 5.0)[1][-2:] == said
 
 
 def test_scores_of_other_tasks_are_named_by_them():
-    """In their colours, since a row has the same in every figure."""
-    one = SCORE | {"finals": {"Ant": [1.0, 2.0]}}
-    both = SCORE | {"line": "compile", "finals": {"Ant": [1.0, 2.0], "Hopper": [3.0, 4.0]}}
-    heading, *table = curves.score_cells([one, both], None)
-    assert [line[heading.index("tasks")] for line in table] == ["Ant", "Ant, Hopper"]
-    figure = curves.draw_scores([one, both], "return")
+    """Those of one task in their colours, since a row has the same in every figure."""
+    other = SCORE | {"line": "compile", "finals": [3.0, 4.0]}
+    figure = curves.draw_scores([SCORE, other], "return")
     left, right = figure.axes
-    names = ["baseline (Ant)", "compile (Ant, Hopper)"]
-    assert [text.get_text() for text in left.get_yticklabels()] == names
-    assert [line.get_label() for line in right.lines] == names
+    assert [text.get_text() for text in left.get_yticklabels()] == ["baseline", "compile"]
     colours = [curves.COLOURS[row] for row in ("baseline", "compile")]
     assert [line.get_color() for line in right.lines] == colours
+    plt.close(figure)
+    figure = curves.draw_scores([SCORE, other | {"environment": "Hopper"}], "return")
+    names = [line.get_label() for line in figure.axes[1].lines]
+    assert names == ["SAC: Ant, baseline", "SAC: Hopper, compile"]
     plt.close(figure)
 
 
@@ -227,7 +223,7 @@ def test_interrupted_curves_end_with_a_cross(drawn):
 def test_scores_are_of_whole_runs(drawn):
     rows = {row["line"]: row for row in read_record(drawn[1] / "out/c_scores")}
     assert rows.keys() == {"baseline", "compile"}
-    assert {(row["iqm"], row["runs"]) for row in rows.values()} == {((15.5 + 31) / 2, 2)}
+    assert {(row["iqm"], len(row["finals"])) for row in rows.values()} == {((15.5 + 31) / 2, 2)}
 
 
 # Curves: sweeps
@@ -293,7 +289,7 @@ def test_scores_count_who_never_arrives(scored):
     one, other = read_record(scored[1])
     assert [one["line"], other["line"]] == ["gae_lambda=0.9", "gae_lambda=1"]
     assert one["times"] == [None, 200.0, 400.0]  # seed 1 ends at 91
-    assert None not in other["times"] and other["runs"] == 3
+    assert None not in other["times"] and len(other["finals"]) == 3
     assert other["iqm"] == pytest.approx(102) and other["low"] < 102 < other["high"]
     (line,) = (line for line in scored[0].said.splitlines() if "gae_lambda=0.9" in line)
     assert line.split()[-2:] == ["400", "1"]  # median and never: the latter is the last of three
