@@ -16,12 +16,12 @@ plots/record.py have curves, too: of returns and evaluations. Written as PNG and
                       and performance profile; NAME_scores.json also has, with --target, the steps
                       after which each run has first reached it
 
-Lines are the mean over the runs, with --band around it and each run thin, and end where the first
-run does. A curve is the mean of the last --last values of the metric, or of the last tenth of a
-run's values, 10 at most. Runs that were interrupted are named and have curves, which end in a
-cross, but no scores; where others are finished, they are not in the mean. Of runs with the same
-settings and seed the newest counts. Scores are those of Agarwal et al., "Deep Reinforcement
-Learning at the Edge of the Statistical Precipice", NeurIPS 2021, of a task each.
+Lines are the mean over the runs, where all have values, with --band around it and each run thin. A
+curve is the mean of the last --last values of the metric, or of the last tenth of a run's values,
+10 at most. Runs that were interrupted are named and have curves, which end in a cross, but no
+scores; where others are finished, they are not in the mean. Of runs with the same settings and seed
+the newest counts. Scores are those of Agarwal et al., "Deep Reinforcement Learning at the Edge of
+the Statistical Precipice", NeurIPS 2021, of a task each.
 """
 
 import argparse
@@ -82,7 +82,7 @@ BANDS = {
 AXES = {"steps": "environment steps", "seconds": "wall-clock time (seconds)"}
 
 
-# Statistics over runs: arrays are (s, g), s runs on a grid of g points, NaN where unknown
+# Statistics over runs: arrays are (s, g), s runs on a grid of g points
 
 
 def running_mean(values: Array, count: int) -> Array:
@@ -93,27 +93,14 @@ def running_mean(values: Array, count: int) -> Array:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def on_grid(grid: Array, x: Array, values: Array) -> Array:
-    """`values` at `x`, linear in between, NaN outside of them: (n,) -> (g,)."""
-    return np.interp(grid, x, values, left=np.nan, right=np.nan)
-
-
-def union_grid(xs: list[Array]) -> Array:
-    """Every x of every run, thinned to `POINTS`, and the middles in between: (n,) each -> (g,).
-
-    In a middle it shows that no run has a value between the end of one and the start of another.
-    """
+def common_grid(xs: list[Array]) -> Array:
+    """Every x of every run, thinned to `POINTS`, where all runs have values: (n,) each -> (g,)."""
     grid = np.unique(np.concatenate(xs))
     places = np.linspace(0, len(grid) - 1, POINTS).round()
     grid = grid[np.unique(places.astype(int))]
-    middles = (grid[1:] + grid[:-1]) / 2
-    return np.sort(np.concatenate([grid, middles]))
-
-
-def mean_of_known(values: Array) -> Array:
-    """(s, g) -> (g,), NaN where no run is known."""
-    known = np.ma.masked_invalid(values)
-    return known.mean(0).filled(np.nan)
+    begin = max(x[0] for x in xs)
+    end = min(x[-1] for x in xs)
+    return grid[(begin <= grid) & (grid <= end)]
 
 
 def bootstrap(values: Array) -> Interval:
@@ -122,30 +109,20 @@ def bootstrap(values: Array) -> Interval:
     rng = np.random.default_rng(0)
     picks = rng.integers(count, size=(SAMPLES, count))
     weights = [np.bincount(pick, minlength=count) for pick in picks]
-    weights = np.stack(weights)  # (b, s)
-    known = ~np.isnan(values)
-    sums = weights @ np.nan_to_num(values)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means = sums / (weights @ known)  # (b, g); 0 / 0 is unknown
-    return np.nanpercentile(means, (2.5, 97.5), axis=0)
+    means = np.stack(weights) @ values / count  # (b, g)
+    return np.percentile(means, (2.5, 97.5), axis=0)
 
 
 def band(kind: str, values: Array) -> Interval:
-    """(s, g) -> low and high (g,), NaN where fewer than two runs are known."""
-    low = np.full(values.shape[1], np.nan)
-    high = low.copy()
-    enough = (~np.isnan(values)).sum(0) > 1
-    if not enough.any():
-        return low, high
-    values = values[:, enough]
+    """(s, g) -> low and high (g,), NaN of one run."""
+    if len(values) < 2:
+        unknown = np.full(values.shape[1], np.nan)
+        return unknown, unknown
     if kind == "bootstrap":
-        low[enough], high[enough] = bootstrap(values)
-    else:
-        mean = mean_of_known(values)
-        width = np.nanstd(values, axis=0, ddof=1)
-        low[enough] = mean - width
-        high[enough] = mean + width
-    return low, high
+        return bootstrap(values)
+    mean = values.mean(0)
+    width = values.std(0, ddof=1)
+    return mean - width, mean + width
 
 
 def iqm(scores: Array) -> Array:
@@ -319,13 +296,11 @@ def draw_line(ax, curves: list[tuple], kind: str, line: str, look: dict) -> None
         return
     finished = [(x, y) for x, y, missing in curves if not missing]
     averaged = finished or [(x, y) for x, y, _ in curves]
-    grid = union_grid([x for x, _ in averaged])
-    grid = grid[grid <= min(x[-1] for x, _ in averaged)]
-    rows = [on_grid(grid, x, y) for x, y in averaged]
-    values = np.array(rows)
+    grid = common_grid([x for x, _ in averaged])
+    values = np.array([np.interp(grid, x, y) for x, y in averaged])
     low, high = band(kind, values)
     ax.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
-    ax.plot(grid, mean_of_known(values), linewidth=1.8, label=name, **look)
+    ax.plot(grid, values.mean(0), linewidth=1.8, label=name, **look)
 
 
 def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: list[Run]):

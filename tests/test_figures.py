@@ -57,11 +57,9 @@ def draw(main, source, stem, *flags):
 # Curves: values
 
 
-def test_running_means_and_grids():
+def test_a_running_mean_by_hand():
     values = np.array([1.0, 2.0, 3.0, 4.0])
     np.testing.assert_allclose(curves.running_mean(values, 2), [1, 1.5, 2.5, 3.5])
-    found = curves.on_grid(np.array([0.0, 1.0, 1.5, 4.0, 5.0]), np.arange(1.0, 5.0), values)
-    np.testing.assert_allclose(found, [np.nan, 1, 1.5, 4, np.nan])
 
 
 def test_a_running_mean_is_of_a_tenth_and_of_10_at_most():
@@ -80,33 +78,24 @@ def test_the_interval_is_the_bootstraps():
     np.testing.assert_allclose(np.ravel(curves.bootstrap(seeds)), expected)
 
 
-def test_one_seed_has_a_mean_and_no_interval():
-    values = np.array([[1.0, 2.0, np.nan], [3.0, np.nan, np.nan]])
-    np.testing.assert_array_equal(curves.mean_of_known(values), [2, 2, np.nan])
-    low, high = curves.band("bootstrap", values)
-    assert np.isfinite([low[0], high[0]]).all() and np.isnan([*low[1:], *high[1:]]).all()
+def test_one_seed_has_no_interval():
+    values = np.array([[1.0, 2.0], [3.0, 5.0]])
+    assert np.isfinite(curves.band("bootstrap", values)).all()
     assert np.isnan(curves.band("bootstrap", values[:1])).all()
 
 
 def test_the_band_of_deviations():
     values = np.random.default_rng(0).normal(size=(7, 5))
-    values[0, 1] = np.nan
-    mean, deviation = np.nanmean(values, 0), np.nanstd(values, 0, ddof=1)
+    mean, deviation = np.mean(values, 0), np.std(values, 0, ddof=1)
     np.testing.assert_allclose(curves.band("std", values), [mean - deviation, mean + deviation])
 
 
-def test_the_grid_has_all_points_and_their_middles():
-    grid = curves.union_grid([np.array([1.0, 3.0]), np.array([2.0, 3.0, 4.0])])
-    assert grid.tolist() == [1, 1.5, 2, 2.5, 3, 3.5, 4]
-    many = curves.union_grid([np.arange(5000.0)])
-    assert len(many) == 2 * curves.POINTS - 1 and many[[0, -1]].tolist() == [0, 4999]
-
-
-def test_no_line_joins_runs_with_a_gap_between_them():
-    grid = curves.union_grid([np.array([1.0, 2.0]), np.array([6.0, 7.0])])
-    both = [([1.0, 2.0], [5.0, 6.0]), ([6.0, 7.0], [5.0, 6.0])]
-    values = np.array([curves.on_grid(grid, np.array(x), np.array(y)) for x, y in both])
-    np.testing.assert_array_equal(curves.mean_of_known(values), [5, 5.5, 6, np.nan, 5, 5.5, 6])
+def test_the_grid_has_all_points_where_all_runs_have_values():
+    grid = curves.common_grid([np.array([1.0, 3.0, 5.0]), np.array([2.0, 3.0, 4.0])])
+    assert grid.tolist() == [2, 3, 4]
+    assert not len(curves.common_grid([np.array([1.0, 2.0]), np.array([6.0, 7.0])]))
+    many = curves.common_grid([np.arange(5000.0)])
+    assert len(many) == curves.POINTS and many[[0, -1]].tolist() == [0, 4999]
 
 
 def test_the_mean_ends_with_the_first_finished_run():

@@ -437,17 +437,17 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
                 # what has made its steps stays, so that a mean is over the same seeds
                 times = np.append(times, max(times[-1], run["minutes"]))
                 returns = np.append(returns, returns[-1])
-                values.append(curves.on_grid(grid, times, returns))
+                values.append(np.interp(grid, times, returns, left=np.nan))
             values = np.array(values)
             known = np.isfinite(values).any(0)
             colour = COLOURS[entrant]
             style = "-" if entrant in OURS else "--"
-            middle = curves.mean_of_known(values)
-            ax.plot(grid, middle, style, color=colour)
-            ends[entrant] = middle[known][-1]
+            middle = np.nanmean(values[:, known], axis=0)
+            ax.plot(grid[known], middle, style, color=colour)
+            ends[entrant] = middle[-1]
             end = max(run["evaluations"][-1][0] for run in mine)
             if end < 0.95 * mine[0]["minutes"]:  # it has made its steps
-                ax.plot(end, np.interp(end, grid, middle), "o", color=colour, markersize=4)
+                ax.plot(end, np.interp(end, grid[known], middle), "o", color=colour, markersize=4)
             low = np.nanmin(values[:, known], axis=0)
             high = np.nanmax(values[:, known], axis=0)
             ax.fill_between(grid[known], low, high, color=colour, alpha=0.15, linewidth=0)
