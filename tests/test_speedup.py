@@ -102,7 +102,7 @@ def test_a_speedup_is_of_the_rounds_that_both_have(tmp_path):
 
 
 def test_speed_comes_from_runs_that_were_not_traced(runs):
-    """A row's traced runs, which are shorter, count only where it has no others."""
+    """Those that were traced are shorter."""
     traced = config("eager", 1, stopwatch="trace", total_timesteps=10)
     write_events(make_run(runs, 500, traced, stages(1)), [("charts/SPS", 10, 0.1, 1.0)])
     assert tabulate(runs)["eager"]["sps_steady"]["min"] == 100

@@ -111,9 +111,8 @@ class Job(NamedTuple):
 
 
 def timed(runs: list[Run]) -> list[Run]:
-    """The runs that tell a script's speed: traced ones only where it has no others."""
-    plain = {run.script for run in runs if not traced(run)}
-    return [run for run in runs if not traced(run) or run.script not in plain]
+    """The runs that tell a script's speed."""
+    return [run for run in runs if not traced(run)]
 
 
 def traced(run: Run) -> bool:
@@ -334,7 +333,7 @@ def write_table(
 
 def report(runs: list[Run], failures: list[str], options: argparse.Namespace) -> int:
     """Table and figures of these runs; the exit status."""
-    if runs:
+    if timed(runs):
         rows = summarize(timed(runs), protocol_rows(options))
         with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
             write_table(runs, rows, failures, options)
