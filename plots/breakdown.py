@@ -1,21 +1,16 @@
 """Where the time goes, as RL-Scope draws it: stages, resources, layers, transitions between them.
 
     python plots/breakdown.py runs/         every run in runs/ with a trace (--stopwatch trace)
-    python plots/breakdown.py runs/A runs/B --out plots/out/mine
 
 Written to --out: NAME as PNG and SVG, two bars per script whose colours are stages, which needs no
-trace; NAME.md and NAME.json with the numbers of traces, and NAME_stages as PNG and SVG: per script
-and row the microseconds per environment step of simulation, inference, backpropagation and the
-rest, by resource (colour) and layer (hatch); above them the total, below them the calls per
-iteration on a log axis (figure 4 of RL-Scope, our rows in place of frameworks). Of several traced
-runs of a row the newest counts, of finished ones where there are any.
+trace; NAME.md and NAME.json with the numbers of traces, and NAME_stages: per script and row the
+microseconds per environment step of each stage, by resource (colour) and layer (hatch), above them
+the total, below them the calls per iteration. Of several runs of a row the newest counts.
 
 An iteration is one environment step of the agent: of all its environments side by side. Where one
-compiled call acts and simulates, all of it is inference: Python calls no simulator, whose share is
-then unknown. Seconds per stage are those of the steady window, which was not traced; the trace
-divides them into layers. What a run without a GPU cannot tell is left out, never drawn as 0. After
-Gleeson et al., "RL-Scope: Cross-Stack Profiling for Deep Reinforcement Learning Workloads", MLSys
-2021.
+compiled call acts and simulates, all of it is inference. Seconds per stage are those of the steady
+window, which was not traced; the trace divides them into layers. What a run without a GPU cannot
+tell is left out, never drawn as 0. After figure 4 of Gleeson et al., "RL-Scope", MLSys 2021.
 """
 
 import sys
@@ -346,10 +341,10 @@ def write(
     for row in rows if group else ():
         row["block"], row["bar"] = group(row)
     record = run_dirs.record_of(chosen, rows)
-    above = ["Where the time goes, from traced runs", *run_dirs.describe(record["machine"])]
     files += curves.save(draw_stages(rows, chosen, title, shares), out / f"{name}_stages")
     below = [limits(row) for row in rows]
-    tables.write_report(out / name, above, cells(rows), below, record, labels=3)
+    heading = "Where the time goes, from traced runs"
+    tables.write_report(out / name, heading, cells(rows), record, below=below, labels=3)
     return files
 
 

@@ -2,13 +2,10 @@
 
     python plots/cross_stack.py runs/RUN              after --stopwatch trace: layers, transitions
     python plots/cross_stack.py my/folder/stages.json     of a script of your own with a stopwatch
-    python plots/cross_stack.py my/trace.json.gz --steps 1000   of any annotated program (traces.py)
 
 Prints a stage x layer table, in microseconds per environment step, and findings, the most expensive
-first, each with the most that could be gained (Amdahl's law). Seconds per stage are those of the
-steady window, which was not traced; the trace tells how each stage's divide into layers. Without a
-trace there are stages but no layers; without a GPU nothing is said about one. Exit status 1 if
-there is no report to read.
+first, each with the most that could be gained (Amdahl's law). Without a trace there are stages but
+no layers; without a GPU nothing is said about one. Exit status 1 if there is no report to read.
 """
 
 import sys
@@ -22,7 +19,7 @@ import program
 import run_dirs
 import tables
 import traces
-from run_dirs import per_step, read_report, shown
+from run_dirs import per_step, read_json, shown
 from tables import as_text, short
 from traces import CPU_LAYERS
 
@@ -60,30 +57,17 @@ class Finding(NamedTuple):
     advice: str
 
 
-def read(path: Path, steps: int) -> dict:
+def read(path: Path) -> dict:
     """The report of a run directory or file, its trace reduced; ValueError says what is wrong."""
     if not path.exists():
         raise ValueError("does not exist")
-    if path.suffix != ".gz":
-        if path.is_dir():
-            parts = run_dirs.parts(path, "stages")
-            path = parts[max(parts)]
-        report = read_report(path)
-        if not report["env_steps"]:
-            raise ValueError("has no step in its steady window: the run ended before")
-        return report | {"trace": traces.read_trace(path.parent, report)}
-    trace = traces.reduce_trace(traces.read_events(path))
-    seconds = {}
-    for name, fields in trace["stages"].items():
-        seconds[name] = sum(fields[layer] or 0 for layer in CPU_LAYERS)
-    return {
-        "sps_steady": None,
-        "warmup_seconds": 0.0,
-        "env_steps": steps,
-        "seconds": trace["seconds"],
-        "stages": seconds,
-        "trace": trace | {"env_steps": steps, "inflation": None},
-    }
+    if path.is_dir():
+        parts = run_dirs.parts(path, "stages")
+        path = parts[max(parts)]
+    report = read_json(path)
+    if not report["env_steps"]:
+        raise ValueError("has no step in its steady window: the run ended before")
+    return report | {"trace": traces.read_trace(path.parent, report)}
 
 
 def table(stages: dict[str, dict[str, float]]) -> list[list[str]]:
@@ -185,14 +169,11 @@ def read_out(report: dict) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program.make_parser(__doc__, "runs")
-    steps = {"type": program.count, "default": 1}
-    parser.add_argument("--steps", help="in the window of a trace alone", **steps)
-    options = parser.parse_args(arguments)
+    options = program.make_parser(__doc__, "runs").parse_args(arguments)
     status = 0
     for path in options.runs:
         try:
-            report = read(path, options.steps)
+            report = read(path)
             lines = list(read_out(report))
             speed = report["sps_steady"]
             speed = f": {short(speed)} environment steps/s" if speed else ""

@@ -2,43 +2,32 @@
 
     python plots/curves.py runs/                    all runs in runs/ and in folders there
     python plots/curves.py runs/gae_lambda --band std --target 1000
-    python plots/curves.py runs/batch_size --by num_steps --where seed=1 seed=2 --x seconds
-    python plots/curves.py plots/results/p*_atari_pong_cpu.json --metric charts/eval_return
+    python plots/curves.py plots/results/learning/p*_pong__*.json --by script --band none
 
-A panel is a script and environment. A line is what differs within it: the row of the speed-up table
-(baseline, compile, ...) and the settings that vary, or those that --by names. Seeds never are,
-threads only there, and --exp-name where it stands for several runs. Runs of CleanRL, which are
-TensorBoard files in a directory with its name, are a line beside ours. Records of plots/record.py
-have curves, too: of returns and evaluations.
-Written as PNG and SVG to --out:
+A panel is a script and environment, or with --by script an environment. A line is what differs
+within it: the row of the speed-up table (baseline, compile, ...) and the settings that vary, or
+those that --by names. Seeds never are; threads and --exp-name only there. Records of
+plots/record.py have curves, too: of returns and evaluations. Written as PNG and SVG to --out:
 
     NAME_learning     --metric (episodic return) over environment steps and over wall-clock time, or
                       over --x
-    NAME_scores       of more than one line with two runs or more per task: interquartile mean of
+    NAME_scores       of more than one line with two runs or more: interquartile mean of
                       the last values with 95% intervals (of less than 10 runs they are too narrow)
                       and performance profile; NAME_scores.json also has, with --target, the steps
                       after which each run has first reached it
 
-Lines are the mean over the runs, with --band around it and each run thin. A learning curve is the
-mean of the last --last values of the metric, linear between two of them, and ends with its run: of
-the last tenth of a run's values, 10 at most, where --last does not say otherwise. At each x the
-mean is over the runs that have a value there. It stops where the first run stops. Bands are where
-two or more have a value.
-
-Runs that were interrupted, or killed, or are still running, are named and have curves, which end in
-a cross, but no scores; where others are finished, they are not in the mean. Of CleanRL's these are
-those that others have left behind. A run counts once, whatever links lead to it; of runs with the
-same settings and seed, which are no independent ones, the newest does. Scores are those of Agarwal
-et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021, but
-the values of several tasks are averaged as they are: where scales differ, take each by --where.
+Lines are the mean over the runs, where all have values, with --band around it and each run thin. A
+curve is the mean of the last --last values of the metric, or of the last tenth of a run's values,
+10 at most. Runs that were interrupted are named and have curves, which end in a cross, but no
+scores; where others are finished, they are not in the mean. Of runs with the same settings and seed
+the newest counts. Scores are those of Agarwal et al., "Deep Reinforcement Learning at the Edge of
+the Statistical Precipice", NeurIPS 2021, of a task each.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import textwrap
-from contextlib import suppress
 from pathlib import Path
 
 import matplotlib
@@ -77,7 +66,6 @@ COLOURS = {  # of the rows, in every figure the same; Okabe and Ito's
     "compile": "#D55E00",
     "cudagraphs": "#009E73",
     "compile+cudagraphs": "#0072B2",
-    "CleanRL": "#CC79A7",
 }
 ORDER = list(COLOURS)
 LEGEND = {
@@ -87,13 +75,14 @@ LEGEND = {
     "frameon": False,
 }
 BANDS = {
-    "bootstrap": "95% bootstrap interval of the mean",
-    "std": "standard deviation",
+    "bootstrap": "band: 95% bootstrap interval of the mean",
+    "std": "band: standard deviation",
+    "none": "a line per run",
 }
 AXES = {"steps": "environment steps", "seconds": "wall-clock time (seconds)"}
 
 
-# Statistics over runs: arrays are (s, g), s runs on a grid of g points, NaN where unknown
+# Statistics over runs: arrays are (s, g), s runs on a grid of g points
 
 
 def running_mean(values: Array, count: int) -> Array:
@@ -104,27 +93,14 @@ def running_mean(values: Array, count: int) -> Array:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def on_grid(grid: Array, x: Array, values: Array) -> Array:
-    """`values` at `x`, linear in between, NaN outside of them: (n,) -> (g,)."""
-    return np.interp(grid, x, values, left=np.nan, right=np.nan)
-
-
-def union_grid(xs: list[Array]) -> Array:
-    """Every x of every run, thinned to `POINTS`, and the middles in between: (n,) each -> (g,).
-
-    In a middle it shows that no run has a value between the end of one and the start of another.
-    """
+def common_grid(xs: list[Array]) -> Array:
+    """Every x of every run, thinned to `POINTS`, where all runs have values: (n,) each -> (g,)."""
     grid = np.unique(np.concatenate(xs))
     places = np.linspace(0, len(grid) - 1, POINTS).round()
     grid = grid[np.unique(places.astype(int))]
-    middles = (grid[1:] + grid[:-1]) / 2
-    return np.sort(np.concatenate([grid, middles]))
-
-
-def mean_of_known(values: Array) -> Array:
-    """(s, g) -> (g,), NaN where no run is known."""
-    known = np.ma.masked_invalid(values)
-    return known.mean(0).filled(np.nan)
+    begin = max(x[0] for x in xs)
+    end = min(x[-1] for x in xs)
+    return grid[(begin <= grid) & (grid <= end)]
 
 
 def bootstrap(values: Array) -> Interval:
@@ -133,30 +109,20 @@ def bootstrap(values: Array) -> Interval:
     rng = np.random.default_rng(0)
     picks = rng.integers(count, size=(SAMPLES, count))
     weights = [np.bincount(pick, minlength=count) for pick in picks]
-    weights = np.stack(weights)  # (b, s)
-    known = ~np.isnan(values)
-    sums = weights @ np.nan_to_num(values)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means = sums / (weights @ known)  # (b, g); 0 / 0 is unknown
-    return np.nanpercentile(means, (2.5, 97.5), axis=0)
+    means = np.stack(weights) @ values / count  # (b, g)
+    return np.percentile(means, (2.5, 97.5), axis=0)
 
 
 def band(kind: str, values: Array) -> Interval:
-    """(s, g) -> low and high (g,), NaN where fewer than two runs are known."""
-    low = np.full(values.shape[1], np.nan)
-    high = low.copy()
-    enough = (~np.isnan(values)).sum(0) > 1
-    if not enough.any():
-        return low, high
-    values = values[:, enough]
+    """(s, g) -> low and high (g,), NaN of one run."""
+    if len(values) < 2:
+        unknown = np.full(values.shape[1], np.nan)
+        return unknown, unknown
     if kind == "bootstrap":
-        low[enough], high[enough] = bootstrap(values)
-    else:
-        mean = mean_of_known(values)
-        width = np.nanstd(values, axis=0, ddof=1)
-        low[enough] = mean - width
-        high[enough] = mean + width
-    return low, high
+        return bootstrap(values)
+    mean = values.mean(0)
+    width = values.std(0, ddof=1)
+    return mean - width, mean + width
 
 
 def iqm(scores: Array) -> Array:
@@ -167,15 +133,11 @@ def iqm(scores: Array) -> Array:
     return ordered[..., cut : count - cut].mean(-1)
 
 
-def stratified(scores: list[Array]) -> tuple[float, float]:
-    """95% interval of the interquartile mean, runs drawn anew within each task: (runs,) each."""
+def iqm_interval(scores: Array) -> tuple[float, float]:
+    """95% bootstrap interval of the interquartile mean over runs (s,)."""
     rng = np.random.default_rng(0)
-    draws = []
-    for task in scores:
-        picks = rng.integers(len(task), size=(SAMPLES, len(task)))
-        draws.append(task[picks])
-    means = iqm(np.concatenate(draws, axis=1))
-    return tuple(np.percentile(means, (2.5, 97.5)))
+    picks = rng.integers(len(scores), size=(SAMPLES, len(scores)))
+    return tuple(np.percentile(iqm(scores[picks]), (2.5, 97.5)))
 
 
 # Which runs are one line
@@ -186,8 +148,6 @@ def varying(runs: list[Run]) -> list[str]:
     settings = [run.config["args"] for run in runs]
     found = []
     free = FREE_ARGS | {"env_id", "torch_threads"}
-    if names_count(runs):
-        free -= {"exp_name"}
     parts = [(run.row,) for run in runs]
     for name in dict.fromkeys(name for args in settings for name in args):
         if name in free:
@@ -201,26 +161,6 @@ def varying(runs: list[Run]) -> list[str]:
     return found
 
 
-def told(run: Run, free: set[str]) -> str:
-    """The settings of a run that are not free."""
-    rows = sorted(run.settings.items())
-    return repr([(name, value) for name, value in rows if name not in free])
-
-
-def names_count(runs: list[Run]) -> bool:
-    """Whether --exp-name tells runs apart: if one has several, or if two have the same run."""
-    names: dict = {}
-    for run in runs:
-        known = names.setdefault((run.script, run.env_id, run.row), {})
-        mine = known.setdefault(run.settings.get("exp_name"), set())
-        mine.add(told(run, FREE_ARGS - {"seed"}))
-    for known in names.values():
-        each = [settings for mine in known.values() for settings in mine]
-        if len(known) > 1 and (len(each) > len(known) or len(each) > len(set(each))):
-            return True
-    return False
-
-
 def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
     """What sorts the line of a run, and its name: rows as in the table, numbers by size."""
     key = [ORDER.index(run.row)]
@@ -232,7 +172,9 @@ def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
             key.append((value, ""))
         else:
             key.append((0, str(value)))
-        if name in settings:
+        if name == "script":
+            texts.insert(0, label(value))
+        elif name in settings:
             texts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
     return key, ", ".join(texts) or run.row
 
@@ -240,24 +182,22 @@ def line_of(run: Run, names: list[str], with_row: bool) -> tuple[list, str]:
 def once(runs: list[Run], by: list[str] | None = None) -> list[Run]:
     """Of runs with the same settings and seed the newest, a whole one if there is one.
 
-    `runs` are in the order in which they were made. Threads tell them apart if they do in `by`.
+    `runs` are in the order in which they were made. Threads and names count if they are in `by`.
     """
-    counts = {"seed", *(by or [])}
-    if names_count(runs):
-        counts.add("exp_name")
-    free = (FREE_ARGS | {"torch_threads"}) - counts
+    free = (FREE_ARGS | {"torch_threads"}) - {"seed", *(by or [])}
     found = {}
     for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
-        found[run.script, run.row, told(run, free)] = run
+        told = [(name, value) for name, value in run.settings.items() if name not in free]
+        found[run.script, run.row, repr(sorted(told))] = run
     return list(found.values())
 
 
 def groups(runs: list[Run], by: list[str] | None = None) -> dict:
-    """{(script, environment): {line: runs}}."""
+    """{(script, environment): {line: runs}}; the script is empty where it makes lines."""
     runs = once(runs, by)
     panels: dict = {}
     for run in runs:
-        panel = run.script, run.env_id
+        panel = "" if by and "script" in by else run.script, run.env_id
         panels.setdefault(panel, []).append(run)
     found: dict = {}
     for panel, mine in sorted(panels.items()):
@@ -282,41 +222,17 @@ def setting(name: str, runs: list[Run]) -> str:
     return found
 
 
-def matching(runs: list[Run], conditions: list[str]) -> list[Run]:
-    """The runs with these settings, NAME=VALUE; several values of a name are alternatives."""
-    wanted: dict = {}
-    for condition in conditions:
-        if "=" not in condition:
-            raise ValueError(f"--where {condition}: no NAME=VALUE")
-        name, text = condition.split("=", maxsplit=1)
-        values = wanted.setdefault(setting(name, runs), [])
-        values.append(None if text == "None" else text)
-        with suppress(ValueError):  # numbers, true and false; all else is text
-            values.append(json.loads(text.lower()))
-    for name, values in wanted.items():
-        with_it = [run for run in runs if name in run.settings]
-        runs = [run for run in with_it if run.settings[name] in values]
-    return runs
-
-
 # A run's curves, (x, y) or None
 
 
 def curve(series: dict[str, Series], metric: str, axis: str, last: int | None) -> tuple | None:
-    """A running mean of the metric over `axis`: steps, seconds or another metric."""
-    known = AXES.keys() | series.keys()
-    if metric not in series or axis not in known:
+    """A running mean of the metric over `axis`: steps or seconds."""
+    if metric not in series:
         return None
     found = series[metric]
     finite = np.isfinite(found.values)
-    steps = found.steps[finite]
     values = found.values[finite]
-    if axis == "steps":
-        x = steps
-    elif axis == "seconds":
-        x = found.seconds[finite]
-    else:
-        x = on_grid(steps, series[axis].steps, series[axis].values)
+    x = getattr(found, axis)[finite]
     tenth = min(max(len(values) // 10, 1), MEAN_OF)
     y = running_mean(values, last or tenth)
     has_x = ~np.isnan(x)
@@ -363,25 +279,28 @@ def headline(figure, text: str, runs: list[Run]) -> None:
 
 
 def draw_line(ax, curves: list[tuple], kind: str, line: str, look: dict) -> None:
-    """The mean of `curves`, its band and each run."""
-    finished = [(x, y) for x, y, missing in curves if not missing]
-    averaged = finished or [(x, y) for x, y, _ in curves]
-    grid = union_grid([x for x, _ in averaged])
-    grid = grid[grid <= min(x[-1] for x, _ in averaged)]
-    rows = [on_grid(grid, x, y) for x, y in averaged]
-    values = np.array(rows)
+    """The mean of `curves`, its band and each run; of band "none" the runs alone."""
     if max(len(x) for x, *_ in curves) == 1:
         look = look | {"marker": "o"}
-    ends = [(x[-1], y[-1]) for x, y, missing in curves if missing]
+    alone = kind == "none"
+    thin = {"linewidth": 1.4} if alone else {"linewidth": 0.5, "alpha": 0.45}
     for x, y, _ in curves:
-        ax.plot(x, y, linewidth=0.5, alpha=0.45, **look)
+        ax.plot(x, y, **thin, **look)
+    ends = [(x[-1], y[-1]) for x, y, missing in curves if missing]
     for x, y in ends:
         ax.plot(x, y, "x", color=look["color"])
-    low, high = band(kind, values)
-    ax.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
     interrupted = f", {len(ends)} interrupted" if ends else ""
     name = f"{line} (n={len(curves)}{interrupted})"
-    ax.plot(grid, mean_of_known(values), linewidth=1.8, label=name, **look)
+    if alone:
+        ax.plot([], [], label=name, **thin, **look)
+        return
+    finished = [(x, y) for x, y, missing in curves if not missing]
+    averaged = finished or [(x, y) for x, y, _ in curves]
+    grid = common_grid([x for x, _ in averaged])
+    values = np.array([np.interp(grid, x, y) for x, y in averaged])
+    low, high = band(kind, values)
+    ax.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    ax.plot(grid, values.mean(0), linewidth=1.8, label=name, **look)
 
 
 def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: list[Run]):
@@ -400,19 +319,18 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
         squeeze=False,
     )
     if any(len(curves) > 1 for lines in panels.values() for curves in lines.values()):
-        heading += f"; band: {BANDS[kind]}"
+        heading += f"; {BANDS[kind]}"
     headline(figure, heading, runs)
     for row, (panel, lines) in zip(grid, panels.items(), strict=True):
         looks = styles(list(lines))
         for ax, (axis, column) in zip(row, columns.items(), strict=True):
             for line, curves in column.get(panel, {}).items():  # old records have no seconds
                 draw_line(ax, curves, kind, line, looks[line])
-            ax.set_xlabel(AXES.get(axis, axis))
-            if axis in AXES:
-                ax.set_xlim(left=0)
+            ax.set_xlabel(AXES[axis])
+            ax.set_xlim(left=0)
             ax.xaxis.set_major_formatter(EngFormatter())
         script, env_id = panel
-        row[0].set_title(f"{label(script)}: {env_id}", loc="left")
+        row[0].set_title(f"{label(script)}: {env_id}" if script else env_id, loc="left")
         row[0].set_ylabel(what)
         handles, names = row[0].get_legend_handles_labels()
         row[-1].legend(handles, names, **LEGEND)
@@ -423,60 +341,44 @@ def draw(columns: dict[str, dict], kind: str, what: str, heading: str, runs: lis
 
 
 def score_lines(known: dict, target: float | None) -> list[dict]:
-    """A dict per line with two runs or more: its final values, per task, and what they amount to.
-
-    Lines of the same name in several panels of one script are one method on several tasks.
-    """
-    methods: dict = {}
+    """A dict per line with two runs or more: its final values, and what they amount to."""
+    rows = []
     for (script, env_id), lines in known.items():
         for line, curves in lines.items():
-            methods.setdefault((script, line), {})[env_id] = curves
-    rows = []
-    for (script, line), tasks in methods.items():
-        finals = {}
-        times = []  # when each first reached the target
-        for env_id, curves in tasks.items():
-            finals[env_id] = [float(y[-1]) for _, y, _ in curves]
-            for x, y, _ in curves:
-                reached = x[y >= target] if target is not None else []
-                times.append(float(reached[0]) if len(reached) else None)
-        if min(map(len, finals.values())) < 2:
-            continue
-        scores = [np.array(values) for values in finals.values()]
-        together = np.concatenate(scores)
-        low, high = stratified(scores)
-        row = {
-            "script": script,
-            "line": line,
-            "runs": len(together),
-            "finals": finals,
-            "iqm": float(iqm(together)),
-            "low": low,
-            "high": high,
-        }
-        if target is not None:
-            row["times"] = times
-        rows.append(row)
+            if len(curves) < 2:
+                continue
+            finals = [float(y[-1]) for _, y, _ in curves]
+            low, high = iqm_interval(np.array(finals))
+            row = {
+                "script": script,
+                "environment": env_id,
+                "line": line,
+                "finals": finals,
+                "iqm": float(iqm(finals)),
+                "low": low,
+                "high": high,
+            }
+            if target is not None:  # when each first reached it
+                reached = [x[y >= target] for x, y, _ in curves]
+                row["times"] = [float(x[0]) if len(x) else None for x in reached]
+            rows.append(row)
     return rows
 
 
 def score_cells(rows: list[dict], target: float | None) -> list[list[str]]:
-    heading = ["script", "line", "tasks", "runs", "IQM (95%)"]
+    def middle(row: dict) -> str:
+        times = [np.inf if time is None else time for time in row["times"]]
+        found = statistics.median(times)
+        return "never" if np.isinf(found) else f"{found:,.0f}"
+
+    columns = {
+        "runs": lambda row: str(len(row["finals"])),
+        "IQM (95%)": lambda row: "{iqm:,.5g} ({low:,.5g} to {high:,.5g})".format(**row),
+    }
     if target is not None:
-        heading += [f"steps until {target:g}, median", "never"]
-    table = [heading]
-    for row in rows:
-        cells = [row["script"], row["line"]]
-        cells.append(", ".join(row["finals"]))
-        cells.append(str(row["runs"]))
-        cells.append(f"{row['iqm']:,.5g} ({row['low']:,.5g} to {row['high']:,.5g})")
-        if target is not None:
-            times = [np.inf if time is None else time for time in row["times"]]
-            middle = statistics.median(times)
-            cells.append("never" if np.isinf(middle) else f"{middle:,.0f}")
-            cells.append(str(times.count(np.inf)))
-        table.append(cells)
-    return table
+        columns[f"steps until {target:g}, median"] = middle
+        columns["never"] = lambda row: str(row["times"].count(None))
+    return tables.lay_out(rows, ["script", "environment", "line"], columns)
 
 
 def draw_scores(rows: list[dict], what: str):
@@ -485,18 +387,11 @@ def draw_scores(rows: list[dict], what: str):
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     figure.suptitle(f"Final {what}", fontsize=12)
     names = [row["line"] for row in rows]
-    if len({row["script"] for row in rows}) > 1:
-        names = [f"{label(row['script'])} {row['line']}" for row in rows]
+    if len({(row["script"], row["environment"]) for row in rows}) > 1:
+        names = [f"{label(x['script'])}: {x['environment']}, {x['line']}" for x in rows]
     looks = styles(names)
     looks = [looks[name] for name in names]
-    covered = [", ".join(row["finals"]) for row in rows]
-    if len(set(covered)) > 1:  # scores of different tasks are no contest
-        for i, tasks in enumerate(covered):
-            names[i] += f" ({tasks})"
-    finals = []
-    for row in rows:
-        tasks = row["finals"].values()
-        finals.append(np.concatenate(list(tasks)))
+    finals = [np.array(row["finals"]) for row in rows]
     everything = np.concatenate(finals)
     levels = np.linspace(everything.min(), everything.max(), 200)
     for i, row in enumerate(rows):
@@ -531,23 +426,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     default = str(ROOT / "plots/out/curves")
     parser.add_argument("--out", type=program.stem, default=default, help="NAME")
     parser.add_argument("--metric", default=RETURN, help=f"of TensorBoard (default: {RETURN})")
-    parser.add_argument("--x", help="steps, seconds or a metric (default: both)")
+    parser.add_argument("--x", choices=AXES, help="(default: both)")
     parser.add_argument("--by", nargs="+", metavar="NAME", help="settings that make lines")
-    parser.add_argument("--where", nargs="+", default=[], metavar="NAME=VALUE", help="only these")
     parser.add_argument("--band", choices=BANDS, default="bootstrap")
     parser.add_argument("--last", type=program.count, help="values that a curve is the mean of")
     parser.add_argument("--target", type=float, help="value of the metric to reach")
     return parser.parse_args(arguments)
-
-
-def why_empty(runs: list[Run], wanted: list[str]) -> str:
-    """Why no run has a curve of these metrics."""
-    logged = set().union(*(run.series() for run in runs))
-    lacking = [name for name in wanted if name not in logged]
-    if not lacking:
-        return f"no run has numbers of {' and '.join(wanted)}"
-    there = ", ".join(sorted(logged)) or "nothing"
-    return f"no run has logged {' or '.join(map(repr, lacking))}, but {there}"
 
 
 def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> list[Path]:
@@ -561,7 +445,7 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
         if run not in kept:
             print(f"{shown(run.path)}: another run has its settings and seed", file=sys.stderr)
     runs = kept
-    series = {run.path: run.series([metric, *axes]) for run in runs}
+    series = {run.path: run.series([metric]) for run in runs}
     found = groups(runs, options.by)
     what = metric.rpartition("/")[2].replace("_", " ")
     if last == 1:
@@ -572,8 +456,9 @@ def write(runs: list[Run], out: Path, name: str = "curves", options=None) -> lis
     drawn = [run for run in runs if metric in series[run.path]]
     figure = draw(columns, options.band, what, f"Learning: {what}, {mean_of}", drawn)
     if not figure:
-        wanted = [metric, *(axis for axis in axes if axis not in AXES)]
-        print(f"no figure: {why_empty(runs, wanted)}", file=sys.stderr)
+        logged = sorted(set().union(*(run.series() for run in runs)))
+        said = f"no run has {metric} over {' or '.join(axes)}, but {', '.join(logged) or 'nothing'}"
+        print(f"no figure: {said}", file=sys.stderr)
         return []
     files = save(figure, out / f"{name}_learning")
     for run in runs:
@@ -596,9 +481,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     runs = run_dirs.read_and_tell(options.runs)
     try:
-        runs = runs and matching(runs, options.where)
         if not runs:
-            raise ValueError(f"no such runs in {', '.join(map(shown, options.runs))}")
+            raise ValueError(f"no runs in {', '.join(map(shown, options.runs))}")
         options.by = options.by and [setting(name, runs) for name in options.by]
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)

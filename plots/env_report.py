@@ -1,16 +1,11 @@
-"""The table and the figure of the scaling study, from the record of plots/measure/env_scaling.py.
-
-python plots/env_report.py plots/results/env_scaling/NAME.json       draws both anew
-"""
+"""What the programs of the scaling study share: turning points, colours, its table and figures."""
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import curves
 import matplotlib.pyplot as plt
 import numpy as np
-import program
 import run_dirs
 import tables
 from tables import in_units
@@ -19,6 +14,7 @@ from tables import in_units
 # final observation, reward, return, final length, terminated, truncated and ended written
 STEP_BYTES = (16 + 4 + 8) + (16 + 4 + 16 + 16 + 4 + 4 + 4 + 3)
 SHOWN = (1, 64, 1024, 4096, 65_536, 4**10)  # numbers of environments that have a column
+BLOCKS = "kernel, TPB "  # with which the names of arms begin that differ in threads per block
 COLOURS = {  # beginning of an arm's name -> colour; the first that fits
     "SB3": "tab:brown",
     "Gymnasium sync": "tab:gray",
@@ -30,7 +26,6 @@ COLOURS = {  # beginning of an arm's name -> colour; the first that fits
     "tensors": "tab:blue",
     "kernel": "tab:red",
 }
-SHADES = {"kernel, TPB": "Oranges", "Numba-CUDA, TPB": "Greens"}  # by threads per block
 
 
 # Reductions
@@ -50,11 +45,11 @@ def medians(rows: list[dict], arm: str) -> dict[int, float]:
     return found
 
 
-def turning_point(seconds: dict[int, float]) -> dict | None:
-    """Fits seconds of N = flat + per_env * N, all errors relative -> both, N where they are equal.
+def fit_line(seconds: dict[int, float]) -> tuple[float, float] | None:
+    """Fits seconds of N = flat + per_env * N, all errors relative -> flat, per_env.
 
     Relative weights, because the times span decades: weighted least squares, solved exactly. Both
-    coefficients are at least 0; `turning` is None where one of them is 0. Two points are no fit.
+    are at least 0. Two points are no fit.
     """
     if len(seconds) < 3:
         return None
@@ -64,17 +59,28 @@ def turning_point(seconds: dict[int, float]) -> dict | None:
     flat, per_env = np.linalg.lstsq(columns, np.ones(len(t)), rcond=None)[0]
     alone = columns.sum(0) / np.square(columns).sum(0)  # each with the other one 0
     if flat <= 0:
-        flat = 0.0
-        per_env = alone[1]
-    elif per_env <= 0:
-        flat = alone[0]
-        per_env = 0.0
-    turning = float(flat / per_env) if flat and per_env else None
-    return {"flat": float(flat), "per_env": float(per_env), "turning": turning}
+        return 0.0, float(alone[1])
+    if per_env <= 0:
+        return float(alone[0]), 0.0
+    return float(flat), float(per_env)
 
 
-def describe_turning(fit: dict, seconds: dict[int, float]) -> str:
-    turning = fit["turning"]
+def turning_point(seconds: dict[int, float]) -> float | None:
+    """N where both parts of the fit are equal; None without a fit, or where one of them is 0."""
+    flat, per_env = fit_line(seconds) or (0.0, 0.0)
+    return flat / per_env if flat and per_env else None
+
+
+def measured_turning(seconds: dict[int, float]) -> float | None:
+    """The turning point, if it is among the numbers that were measured."""
+    turning = turning_point(seconds)
+    return turning if turning and min(seconds) < turning < max(seconds) else None
+
+
+def describe_turning(seconds: dict[int, float]) -> str:
+    if fit_line(seconds) is None:
+        return "-"
+    turning = turning_point(seconds)
     if turning is None:
         return "none"
     if turning > max(seconds):
@@ -83,34 +89,27 @@ def describe_turning(fit: dict, seconds: dict[int, float]) -> str:
     return f"{turning:,.0f}" if turning > least else f"below {least:,}"
 
 
-def by_threads(rows: list[dict], family: str) -> dict[int, dict[int, float]]:
-    """{environments: {threads per block: median seconds}} of "kernel, TPB" or of Numba's.
-
-    Where only one number of threads was measured, there is nothing to compare.
-    """
+def by_threads(rows: list[dict]) -> dict[int, dict[int, float]]:
+    """{environments: {threads per block: median seconds}}, where several were measured."""
     found: dict = {}
     for arm in arms(rows):
-        start, _, threads = arm.rpartition(" ")
-        if start != family:
-            continue
-        for num_envs, seconds in medians(rows, arm).items():
-            found.setdefault(num_envs, {})[int(threads)] = seconds
-    return {num_envs: seconds for num_envs, seconds in found.items() if len(seconds) > 1}
+        if arm.startswith(BLOCKS):
+            threads = int(arm.removeprefix(BLOCKS))
+            for num_envs, seconds in medians(rows, arm).items():
+                found.setdefault(num_envs, {})[threads] = seconds
+    return {n: found[n] for n in SHOWN if len(found.get(n, ())) > 1}
 
 
 def describe_threads(rows: list[dict]) -> list[str]:
-    """A line per family and number of environments: the best block size, and those as good."""
+    """A line per number of environments: the best block size, and those as good."""
     lines = []
-    for family in SHADES:
-        for num_envs, seconds in by_threads(rows, family).items():
-            if num_envs not in SHOWN:
-                continue
-            best = min(seconds, key=seconds.get)
-            near = [n for n, found in seconds.items() if found <= 1.05 * seconds[best]]
-            lines.append(
-                f"{family.partition(',')[0]} at {num_envs:,}: fastest with {best:,} threads per "
-                f"block, {1e6 * seconds[best]:,.1f} us; within 5%: {', '.join(map(str, near))}"
-            )
+    for num_envs, seconds in by_threads(rows).items():
+        best = min(seconds, key=seconds.get)
+        near = [n for n, found in seconds.items() if found <= 1.05 * seconds[best]]
+        lines.append(
+            f"kernel at {num_envs:,}: fastest with {best:,} threads per block, "
+            f"{1e6 * seconds[best]:,.1f} us; within 5%: {', '.join(map(str, near))}"
+        )
     return lines
 
 
@@ -131,22 +130,21 @@ def cells(record: dict) -> list[list[str]]:
     table = [heading]
     for arm in arms(rows):
         seconds = medians(rows, arm)
-        line = [arm, *speeds(seconds, shown)]
-        fit = turning_point(seconds)
-        if fit:
-            line.append(f"{fit['flat'] * 1e6:,.1f}")
-            line.append(f"{fit['per_env'] * 1e9:,.2f}")
-            line.append(describe_turning(fit, seconds))
-        else:
-            line += ["-", "-", "-"]
+        line = [arm, *speeds(seconds, shown), "-", "-", describe_turning(seconds)]
+        if fit := fit_line(seconds):
+            flat, per_env = fit
+            line[-3:-1] = f"{flat * 1e6:,.1f}", f"{per_env * 1e9:,.2f}"
         table.append(line)
-    for arm, reason in record["skipped"].items():
-        blank = [""] * (len(heading) - 2)
-        table.append([arm, f"skipped: {reason}", *blank])
-    return table
+    return table + skipped(record, len(heading))
 
 
-# The figure
+def skipped(record: dict, width: int) -> list[list[str]]:
+    """A line of a table of this width for each arm that could not run."""
+    blank = [""] * (width - 2)
+    return [[arm, f"skipped: {why}", *blank] for arm, why in record["skipped"].items()]
+
+
+# Figures
 
 
 def on_gpu(arm: str) -> bool:
@@ -155,12 +153,12 @@ def on_gpu(arm: str) -> bool:
 
 def style(arm: str) -> dict:
     """A colour for each arm, darker with more threads per block; squares for those on a GPU."""
-    colours = [colour for start, colour in COLOURS.items() if arm.startswith(start)]
-    colour = colours[0] if colours else "black"
-    start, _, threads = arm.rpartition(" ")
-    if start in SHADES:
-        shade = 0.3 + 0.07 * np.log2(int(threads))
-        colour = plt.get_cmap(SHADES[start])(shade)
+    if arm.startswith(BLOCKS):
+        threads = int(arm.removeprefix(BLOCKS))
+        colour = plt.get_cmap("Oranges")(0.3 + 0.07 * np.log2(threads))
+    else:
+        colours = [colour for start, colour in COLOURS.items() if arm.startswith(start)]
+        colour = colours[0] if colours else "black"
     return {
         "color": colour,
         "marker": "s" if on_gpu(arm) else "o",
@@ -189,10 +187,9 @@ def throughput(record: dict):
         seconds = medians(rows, arm)
         look = style(arm)
         ax.plot(seconds.keys(), [n / t for n, t in seconds.items()], label=arm, **look)
-        fit = turning_point(seconds) or {"turning": None}
-        turning = fit["turning"]
-        if turning and min(seconds) < turning < max(seconds):
-            ax.plot(turning, turning / (2 * fit["flat"]), **look | diamond)
+        if turning := measured_turning(seconds):
+            flat, _ = fit_line(seconds)
+            ax.plot(turning, turning / (2 * flat), **look | diamond)
     words = "turning point of flat + linear fit"
     ax.plot([], [], color="0.3", linestyle="", label=words, **diamond)
     used = {"cuda" if on_gpu(arm) else "cpu" for arm in arms(rows)}
@@ -208,39 +205,27 @@ def throughput(record: dict):
 
 
 def blocks(record: dict):
-    """Seconds of a step against threads per block, a panel per family; None if one is all."""
-    rows = record["rows"]
-    known = {family: by_threads(rows, family) for family in SHADES}
-    known = {family: found for family, found in known.items() if found}
-    if not known:
+    """Seconds of a step against threads per block; None where there is nothing to compare."""
+    found = by_threads(record["rows"])
+    if not found:
         return None
-    size = (4.4 * len(known) + 1.4, 4)
-    figure, panels = plt.subplots(
-        1, len(known), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, ax = plt.subplots(figsize=(5.8, 4), layout="constrained")
     figure.suptitle(f"Threads per block on {record['machine']['gpu']}", fontsize=12)
-    for ax, (family, found) in zip(panels[0], known.items(), strict=True):
-        numbers = [n for n in SHOWN if n in found]
-        for shade, num_envs in enumerate(numbers, start=1):
-            colour = plt.get_cmap("viridis_r")(shade / len(numbers))
-            seconds = found[num_envs]
-            ax.plot(seconds.keys(), seconds.values(), "o-", color=colour, label=f"{num_envs:,}")
-        threads = sorted({n for seconds in found.values() for n in seconds})
-        ax.set(title=family.partition(",")[0], xscale="log", yscale="log")
-        ax.set(xlabel="threads per block")
-        ax.set_xticks(threads, [str(n) for n in threads])
-        ax.minorticks_off()
-    panels[0][0].set_ylabel("seconds of a step of all")
-    panels[0][-1].legend(title="environments", **curves.LEGEND)
+    for shade, (num_envs, seconds) in enumerate(found.items(), start=1):
+        colour = plt.get_cmap("viridis_r")(shade / len(found))
+        ax.plot(seconds.keys(), seconds.values(), "o-", color=colour, label=f"{num_envs:,}")
+    threads = sorted({n for seconds in found.values() for n in seconds})
+    ax.set(title="kernel", xscale="log", yscale="log")
+    ax.set(xlabel="threads per block", ylabel="seconds of a step of all")
+    ax.set_xticks(threads, [str(n) for n in threads])
+    ax.minorticks_off()
+    ax.legend(title="environments", **curves.LEGEND)
     return figure
 
 
 def write(record: dict, stem: Path) -> None:
     """Prints and writes NAME.md and NAME.json, and draws NAME_throughput and NAME_blocks."""
-    title = f"CartPole-v1, its steps against their number: {record['command']}"
-    above = [title, *run_dirs.describe(record["machine"])]
-    if "note" in record:
-        above.append(record["note"])
+    title = "CartPole-v1, its steps against their number"
     below = []
     for device, rate in record["bytes_per_second"].items():
         below.append(f"{device}: {in_units(rate)} bytes/s copied")
@@ -248,28 +233,4 @@ def write(record: dict, stem: Path) -> None:
     curves.save(throughput(record), stem.with_name(f"{stem.name}_throughput"))
     if figure := blocks(record):
         curves.save(figure, stem.with_name(f"{stem.name}_blocks"))
-    tables.write_report(stem, above, cells(record), below, record, labels=1)
-
-
-def redraw(doc: str, write: Callable, arguments: list[str] | None = None) -> int:
-    """A program that calls write(record, stem) for the records that it is given."""
-    parser = program.make_parser(doc)
-    parser.add_argument("records", type=run_dirs.real, nargs="+")
-    for path in parser.parse_args(arguments).records:
-        try:
-            record = run_dirs.read_json(path)
-        except ValueError as problem:
-            raise SystemExit(f"error: {run_dirs.shown(path.parent)} {problem}") from None
-        try:
-            write(record, path.with_suffix(""))
-        except run_dirs.DAMAGED:
-            raise SystemExit(f"error: {run_dirs.shown(path)} is no record of the study") from None
-    return 0
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return redraw(__doc__, write, arguments)
-
-
-if __name__ == "__main__":
-    program.start(main)
+    tables.write_report(stem, title, cells(record), record, below=below, labels=1)

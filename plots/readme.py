@@ -12,7 +12,6 @@ import re
 import statistics
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import program
@@ -158,21 +157,36 @@ def tricks() -> str:
     return as_markdown(table, labels=2) + "\n"
 
 
+class Raced:
+    """The record of the race: its rows by entrant and task, and the columns of returns."""
+
+    def __init__(self):
+        self.found = record("race/all__epyc")
+        self.rows = {(row["entrant"], row["task"]): row for row in self.found["rows"]}
+        self.entrants = list(dict.fromkeys(entrant for entrant, _ in self.rows))
+        self.tasks = list(dict.fromkeys(row["task"] for row in self.found["rows"]))
+        self.columns = [name for name in self.found["rows"][0] if name.startswith("after")]
+
+    def returns(self, entrant: str, task: str, columns: list[str]) -> str:
+        """Means after some minutes; a dash where nothing is known."""
+        row = self.rows.get((entrant, task), {})
+        known = [row.get(column) for column in columns]
+        return " / ".join(short(x["mean"]) if x else "-" for x in known)
+
+
+def minutes_of(columns: list[str]) -> str:
+    return " / ".join(re.sub(r"\D", "", column) for column in columns)
+
+
 def returns() -> str:
     """What each has learned after minutes of a core, in short."""
-    found = record("race/all__epyc")
-    rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
-    tasks = list(dict.fromkeys(row["task"] for row in found["rows"]))
-    columns = [name for name in found["rows"][0] if name.startswith("after")][-2:]
-    minutes = " / ".join(re.sub(r"\D", "", column) for column in columns)
-    table = [[f"return after {minutes} minutes", *tasks]]
-    for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
-        line = [run_dirs.PEERS.get(entrant, entrant)]
-        for task in tasks:
-            spreads = [rows[entrant, task][column] for column in columns]
-            line.append(" / ".join(short(x["mean"]) if x else "-" for x in spreads))
-        table.append(line)
-    machine = found["runs"][-1]["machine"]
+    raced = Raced()
+    columns = raced.columns[-2:]
+    table = [[f"return after {minutes_of(columns)} minutes", *raced.tasks]]
+    for entrant in raced.entrants:
+        means = [raced.returns(entrant, task, columns) for task in raced.tasks]
+        table.append([run_dirs.PEERS.get(entrant, entrant), *means])
+    machine = raced.found["runs"][-1]["machine"]
     said = f"Means of two seeds, one core each of {processor(machine['cpu'])}."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
@@ -182,37 +196,26 @@ def returns() -> str:
 
 def race() -> str:
     """What each has learned after minutes of a core: a line per entrant, columns per task."""
-    found = record("race/all__epyc")
-    rows = {(row["entrant"], row["task"]): row for row in found["rows"]}
-    levels = {row["task"]: row["level"] for row in found["rows"]}
+    raced = Raced()
     arrivals = {}  # the last cell without the level: "8,000: 3.0"
-    for task, entrant, *_, last in found["table"]:
-        arrivals[task, entrant] = last.partition(": ")[2]
-    columns = [name for name in found["rows"][0] if name.startswith("after")]
-    minutes = [re.sub(r"\D", "", column) for column in columns]
-    heading = ["entrant", "processor", "steps of a run"]
-    for task in levels:
-        heading += [f"{task} after {' / '.join(minutes)}", f"minutes to {levels[task]:,}"]
-    table = [heading]
-    for entrant in dict.fromkeys(row["entrant"] for row in found["rows"]):
-        vectors = set()
-        for row in found["rows"]:
-            if row["entrant"] == entrant:
-                vectors |= {*row["processor"].split(", ")}
-        mine = [run for run in found["runs"] if run["entrant"] == entrant]
+    for task, entrant, *_, last in raced.found["table"]:
+        arrivals[entrant, task] = last.partition(": ")[2]
+    table = [["entrant", "processor", "steps of a run"]]
+    for task in raced.tasks:
+        level = next(row["level"] for row in raced.rows.values() if row["task"] == task)
+        table[0] += [f"{task} after {minutes_of(raced.columns)}", f"minutes to {level:,}"]
+    for entrant in raced.entrants:
+        said = ", ".join(row["processor"] for key, row in raced.rows.items() if entrant in key)
+        vectors = sorted({*said.split(", ")}, reverse=True)
+        mine = [run for run in raced.found["runs"] if run["entrant"] == entrant]
         longest = max(run["minutes"] for run in mine)
         ends = [run["evaluations"][-1] for run in mine if run["minutes"] == longest]
         steps = sorted(made for _, made, _ in ends)
-        line = [run_dirs.PEERS.get(entrant, entrant), ", ".join(sorted(vectors, reverse=True))]
+        line = [run_dirs.PEERS.get(entrant, entrant), ", ".join(vectors)]
         line.append(" to ".join(dict.fromkeys([in_units(steps[0]), in_units(steps[-1])])))
-        for task in levels:
-            row = rows.get((entrant, task))
-            if row is None:
-                line += ["-", "-"]
-                continue
-            means = [row[column]["mean"] if row[column] else None for column in columns]
-            line.append(" / ".join("-" if mean is None else short(mean) for mean in means))
-            line.append(arrivals[task, entrant])
+        for task in raced.tasks:
+            line.append(raced.returns(entrant, task, raced.columns))
+            line.append(arrivals.get((entrant, task), "-"))
         table.append(line)
     return below(table, "race/all__epyc", labels=2)
 
@@ -345,15 +348,29 @@ def learning() -> str:
     for algorithm, names, elsewhere in LEARNED:
         runs = []
         for name in names:
-            runs += map(reached, record(f"learning/{name}__epyc")["runs"])
-        ends = [run.steps for run in runs]
+            runs += record(f"learning/{name}__epyc")["runs"]
+        ends = [run["eval_returns"][-1][0] for run in runs]
         said = " to ".join(f"{end:,}" for end in sorted({min(ends), max(ends)}))
-        line = [runs[0].env_id, algorithm, said]
+        line = [runs[0]["config"]["args"]["env_id"], algorithm, said]
         for variant in (False, True):
-            of_one = [run for run in runs if run.variant == variant]
-            line.append(learned(of_one) if of_one else "-")
+            line.append(learned([run for run in runs if is_variant(run) == variant]))
         table.append([*line, elsewhere])
     return f"{as_markdown(table, labels=2)}\n"
+
+
+def is_variant(run: dict) -> bool:
+    return "compile" in run["config"]["args"]
+
+
+def learned(runs: list[dict]) -> str:
+    """The last evaluations, from five runs on their mean and its 95% interval."""
+    from curves import bootstrap
+
+    ends = [run["eval_returns"][-1][1] for run in runs]
+    if len(ends) < 5:
+        return ", ".join(map(short, ends)) or "-"
+    low, high = bootstrap(np.array(ends)[:, None])
+    return f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
 
 
 def worlds() -> str:
@@ -391,42 +408,6 @@ def worlds() -> str:
     return f"{as_markdown(table, labels=2)}\n"
 
 
-class Reached(NamedTuple):
-    """What is told of a run."""
-
-    env_id: str
-    variant: bool
-    steps: int
-    evaluated: float | None  # the last return of an evaluation
-    trained: float  # the mean of the last episodes in training
-
-
-def reached(run: dict) -> Reached:
-    args = run["config"]["args"]
-    evaluated = run.get("eval_returns")
-    steps, *_ = (evaluated or run["episodic_returns"])[-1]
-    return Reached(
-        env_id=str(args["env_id"]),
-        variant="compile" in args,
-        steps=steps,
-        evaluated=float(evaluated[-1][1]) if evaluated else None,
-        trained=float(run["mean_return_last_10"]),
-    )
-
-
-def learned(runs: list[Reached]) -> str:
-    """Last returns, from five runs on their mean and its 95% interval."""
-    from curves import bootstrap
-
-    evaluated = None not in [run.evaluated for run in runs]
-    ends = [run.evaluated if evaluated else run.trained for run in runs]
-    said = ", ".join(map(short, ends))
-    if len(ends) >= 5:
-        low, high = bootstrap(np.array(ends)[:, None])
-        said = f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
-    return said if evaluated else f"{said} in training"
-
-
 def environments() -> str:
     """Steps/s of environments alone, on a CPU and on a GPU."""
     import env_report
@@ -438,8 +419,7 @@ def environments() -> str:
         found = record(name)
         for arm in env_report.arms(found["rows"]):
             seconds = env_report.medians(found["rows"], arm)
-            fit = env_report.turning_point(seconds)
-            turning = env_report.describe_turning(fit, seconds) if fit else "-"
+            turning = env_report.describe_turning(seconds)
             table.append([arm, *env_report.speeds(seconds, counts), turning])
         most = found["bytes_per_second"][device] / env_report.STEP_BYTES
         blank = ["-"] * (len(counts) - 1)
@@ -486,12 +466,6 @@ def filled(text: str) -> str:
     return REGION.sub(lambda match: match[1] + REGIONS[match[2]]() + match[4], text)
 
 
-def write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
@@ -507,7 +481,7 @@ def main(arguments: list[str] | None = None) -> int:
         if new != text:
             differing.append(path)
             if not options.check:
-                write(path, new)
+                path.write_text(new)
     if options.check and differing:
         names = ", ".join(map(shown, differing))
         print(f"differing from the records: {names}; python plots/readme.py", file=sys.stderr)

@@ -3,11 +3,9 @@
     python plots/record.py plots/results/NAME.json runs/RUN [runs/RUN ...] [--note "what to know"]
 
 A record holds, per run, config.json and stages.json whole (of a resumed run those of its first
-part), every episodic return and evaluation as [step, return, seconds since the run was set up] (in
-older records since it began to write, in the oldest none), and the mean of the last 10 returns (of
-episodes, or of rollouts where a script logs the mean of each). What config.json does not say of the
-machine is in machine.json, or else what this machine says of itself, if it has the same GPU, or
-none, and the same torch; load and commit are then unknown.
+part), every episodic return and evaluation as [step, return, seconds since the run was set up], and
+the mean of the last 10 returns. What config.json does not say of the machine is in machine.json, or
+else what this machine says of itself, if it has the same GPU, or none, and the same torch.
 """
 
 import json
@@ -33,8 +31,7 @@ def record_of(run_dir: Path) -> dict:
     """Config, stages and returns of a run; ValueError says what it lacks."""
     run = run_dirs.read_part(run_dir, 0)
     if not run.stages:
-        resumed = len(run_dirs.parts(run_dir, "config")) > 1
-        raise ValueError("was resumed, and its first part killed" if resumed else run.missing)
+        raise ValueError(run.missing)
     if run.missing:
         print(f"interrupted: {run_dirs.shown(run_dir)} {run.missing}", file=sys.stderr)
     series = run.series(list(run_dirs.RECORDED))

@@ -96,8 +96,9 @@ class Run:
 
     @property
     def settings(self) -> dict:
-        """What it was told; in older runs torch's threads were no flag."""
-        return {"torch_threads": self.config.get("threads")} | self.config["args"]
+        """What was run, and what it was told; in older runs torch's threads were no flag."""
+        found = {"script": self.script, "torch_threads": self.config.get("threads")}
+        return found | self.config["args"]
 
     @functools.cached_property
     def trace(self) -> dict | None:
@@ -124,15 +125,6 @@ class RecordedRun(Run):
     def series(self, tags: list[str] | None = None) -> dict[str, "Series"]:
         names = self.metrics if tags is None else self.metrics.keys() & set(tags)
         return {name: self.metrics[name] for name in names}
-
-
-class CleanRLRun(Run):
-    """A run of CleanRL: its name says what was run, its TensorBoard files what came of it."""
-
-    row = "CleanRL"
-    script = property(lambda self: self.config["args"]["exp_name"])
-    hardware = "unknown for CleanRL"
-    trace = None
 
 
 # Names
@@ -217,27 +209,6 @@ def differences(one: dict, other: dict) -> dict[str, tuple]:
     return found
 
 
-def incomparable(runs: list[Run]) -> str | None:
-    """Why `runs` do not belong into one table, or None if they do."""
-    for run in runs:
-        for other in runs:
-            pairs = differences(run.config, other.config)
-            if run.script == other.script:
-                one = run.config["args"]
-                another = other.config["args"]
-                names = one.keys() | another.keys()
-                if (run.row == "baseline") != (other.row == "baseline"):
-                    names = one.keys() & another.keys()  # the variant has flags of its own
-                for key in names - FREE_ARGS:
-                    pairs[key] = one.get(key), another.get(key)
-                if run.row == other.row:  # a former variant had other threads than its baseline
-                    pairs["threads"] = run.config["cpu"]["threads"], other.config["cpu"]["threads"]
-            for key, (here, there) in sorted(pairs.items()):
-                if here != there:
-                    return f"{shown(run.path)} has {key} {here}, {shown(other.path)} {there}"
-    return None
-
-
 def machine(configs: list[dict]) -> dict:
     """Hardware, versions, commit and load of the runs with these configs; None where unknown."""
     first = configs[0]
@@ -299,7 +270,6 @@ def read_json(path: Path) -> dict:
 def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) -> dict:
     """config.json of the run in `path` and what machine.json beside it, or else `machine`, adds.
 
-    Older ones name the processor, its vector instructions and the number of torch's threads.
     Worlds, which are evaluated in Gymnasium's environment, have its name.
     """
     config = read_json(path / f"config{suffix}")
@@ -309,31 +279,9 @@ def read_config(path: Path, suffix: str = ".json", machine: dict | None = None) 
     found = {"python": None, "gpu_driver": None, "load_average": None, "git_commit": None}
     found |= read_json(beside) if beside.exists() else machine or {}
     versions = found.get("versions", {}) | config["versions"]
-    model = config.pop("processor", None)
-    cpu = {"model": model, "vectors": None, "cores": None} | found.get("cpu", {})
-    cpu["vectors"] = config.pop("vectors", None) or cpu["vectors"]
-    cpu["threads"] = config.get("threads") or args["torch_threads"]
+    cpu = {"model": None, "vectors": None, "cores": None} | found.get("cpu", {})
+    cpu["threads"] = args["torch_threads"]
     return found | config | {"cpu": cpu, "versions": versions}
-
-
-def read_report(path: Path) -> dict:
-    """A stopwatch's report, whose numbers are finite or unknown; ValueError says what is wrong."""
-    report = read_json(path)
-    if "traceEvents" in report:
-        raise ValueError("is a trace that is not compressed: gzip it")
-    check_numbers(report, f"{path.name}:")
-    return report
-
-
-def check_numbers(value, name: str) -> None:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            check_numbers(part, f"{name} {key}")
-    elif isinstance(value, list):
-        for part in value:
-            check_numbers(part, name)
-    elif value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-        raise ValueError(f"has {name} {value!r}, which is no finite number")
 
 
 def read_run(path: Path, whole: bool = True) -> Run:
@@ -341,14 +289,8 @@ def read_run(path: Path, whole: bool = True) -> Run:
 
     A resumed run has further parts, config_STEP.json and stages_STEP.json. It has ended if one of
     them has; its speed is that of the last part with a steady window. Unless it must be `whole`, a
-    run may also have been interrupted, have ended in its warm-up, or be one of CleanRL, which are
-    TensorBoard files in ENV__EXP__SEED__TIME.
+    run may also have been interrupted or have ended in its warm-up.
     """
-    named = re.fullmatch("(.+)__(.+)__([0-9]+)__[0-9]+", path.name)
-    foreign = not (path / "config.json").exists() and any(path.glob("*.tfevents.*"))
-    if named and foreign and not whole:
-        args = {"env_id": named[1], "exp_name": named[2], "seed": int(named[3])}
-        return CleanRLRun(path, {"args": args}, {})
     ended = False
     problems = []
     begun = []
@@ -399,7 +341,6 @@ def read_part(path: Path, before: int) -> Run:
         except ValueError as problem:
             run.missing = f"{problem}: killed or still running"
             return run
-        check_numbers(report, f"stages{suffix}:")
         run.stages = report
         steps = before + round(report["sps"] * report["wall_seconds"])
         if report["sps_steady"]:
@@ -511,25 +452,9 @@ def read_runs(paths: list[Path], whole: bool = True) -> tuple[list[Run], list[st
     return runs, skipped
 
 
-def mark_killed(runs: list[Run]) -> None:
-    """Marks those of CleanRL that ended before others did: nothing else tells which were killed."""
-    ends: dict = {}
-    for run in runs:
-        if isinstance(run, CleanRLRun):
-            speeds = run.series([SPEED]).get(SPEED)
-            end = speeds.steps[-1] if speeds else 0
-            ends.setdefault((run.script, run.env_id), []).append((run, end))
-    for mine in ends.values():
-        longest = max(end for _, end in mine)
-        for run, end in mine:
-            if end < 0.99 * longest:
-                run.missing = f"stopped after {end:.0f} steps, others after {longest:.0f}"
-
-
 def read_and_tell(paths: list[Path]) -> list[Run]:
     """The runs at or below `paths`, also those that were interrupted, which are named."""
     runs, skipped = read_runs(paths, whole=False)
-    mark_killed(runs)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     for run in runs:

@@ -2,9 +2,10 @@
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
-from run_dirs import shown
+from run_dirs import describe, shown
 
 
 def spread(values: list[float]) -> dict:
@@ -41,6 +42,24 @@ def with_range(spread: dict, middle: str = "mean") -> str:
     return short(spread[middle]) + (f" ({low} to {high})" if low != high else "")
 
 
+def lay_out(
+    rows: list[dict], labels: list[str], columns: dict[str, Callable[[dict], str]]
+) -> list[list[str]]:
+    """A table, heading first: what a row has under `labels`, then `columns`.
+
+    A row that was skipped says why in their place.
+    """
+    table = [[*labels, *columns]]
+    for row in rows:
+        if "skipped" in row:
+            said = [f"skipped: {row['skipped']}"]
+            said += [""] * (len(columns) - 1)
+        else:
+            said = [cell(row) for cell in columns.values()]
+        table.append([*(row[label] for label in labels), *said])
+    return table
+
+
 def as_text(table: list[list[str]], labels: int) -> str:
     """Aligned for a terminal, the first `labels` columns to the left.
 
@@ -73,16 +92,23 @@ def write_json(path: Path, value: dict | list, indent: int = 1) -> None:
 
 def write_report(
     stem: Path,
-    above: list[str],
+    title: str,
     table: list[list[str]],
-    below: list[str],
     record: dict,
+    above: list[str] | tuple = (),
+    below: list[str] | tuple = (),
     labels: int = 2,
 ) -> None:
-    """Prints the report and writes it to `stem`.md and, with all numbers, `stem`.json."""
+    """Prints the report and writes it to `stem`.md and, with all numbers, `stem`.json.
+
+    Above the table also stand the command and the machine of the record.
+    """
     stem.parent.mkdir(parents=True, exist_ok=True)
     markdown = stem.with_name(f"{stem.name}.md")
     numbers = stem.with_name(f"{stem.name}.json")
+    command = f": {record['command']}" if "command" in record else ""
+    machine = describe(record["machine"]) if "machine" in record else []
+    above = [f"{title}{command}", *machine, *above]
     below = [*below, f"files: {shown(markdown)}, {shown(numbers)}"]
     before = "\n".join(f"- {line}" for line in above)
     after = "\n".join(f"- {line}" for line in below)

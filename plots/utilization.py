@@ -1,27 +1,20 @@
 """How busy the machine is while a script trains: GPU and processor over time, and their area.
 
     python plots/utilization.py runs/               every run in runs/
-    python plots/utilization.py runs/A runs/B --out plots/out/mine
 
-LeanRL shows the GPU's utilization over the course of training with the area under the curve; on a
-machine without a GPU the same is asked of its processor. Written to --out: NAME.md and NAME.json,
-and the figure as PNG and SVG: a panel per script and environment, a line per row of the speed-up
-table, the GPU above the processor. Of several runs of a row the newest counts, of finished ones
-where there are any.
+As LeanRL shows it for the GPU. Written to --out: NAME.md and NAME.json, and the figure: a panel per
+script and environment, a line per row of the speed-up table, the GPU above the processor, over the
+steady window. Of several runs of a row the newest counts.
 
     GPU             percent of the time in which any kernel runs, which NVML is asked about at each
                     row of metrics: 100% may be 1% of the chip. "-" without a GPU or nvidia-ml-py
-    processor       percent of one core that the process takes, user and system time of all its
-                    threads over wall-clock time: 200% are two cores. Other processes of a run are
-                    not in it, evaluations are
-    area            percent-seconds under the line. Of two runs of as many steps, as the rows of the
-                    quick table are, that with less has taken less of the machine
-    window          seconds between the first and the last row of metrics in the steady window,
-                    without compilation and without a trace, with evaluations; all of a run that was
-                    still warming up, which has no steps/s
+    processor       percent of one core that the process takes with all its threads: 200% are two
+                    cores. Other processes of a run are not in it, evaluations are
+    area            percent-seconds under the line. Of two runs of as many steps that with less has
+                    taken less of the machine
 
-All are from TensorBoard: charts/gpu_percent and charts/cpu_seconds over the time of the events. A
-run that was resumed is left out: its second process counts anew.
+Both are of TensorBoard, charts/gpu_percent and charts/cpu_seconds. A run that was resumed is left
+out: its second process counts anew.
 """
 
 import sys
@@ -38,6 +31,7 @@ import tables
 from run_dirs import Run, label, shown
 from tables import short
 
+TITLE = "How busy the machine is while it trains"
 SHORTEST = 0.5  # seconds that a step of a line lasts
 SEEN = 2.0  # seconds: NVML tells of the last one at most, which is little of a shorter window
 CPU, GPU = "charts/cpu_seconds", "charts/gpu_percent"
@@ -106,23 +100,18 @@ def reduce(run: Run) -> dict | None:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["script", "environment", "row", "window s", "steps/s"]]
+    columns = {
+        "environment": lambda row: row["env_id"],
+        "row": lambda row: row["row"],
+        "window s": lambda row: f"{row['window']:,.0f}",
+        "steps/s": lambda row: short(row["steps_per_second"]) if row["steps_per_second"] else "-",
+    }
+    table = tables.lay_out(rows, ["script"], columns)
     for kind in KINDS:
         table[0] += [f"{kind} %", "area"]
-    for row in rows:
-        speed = row["steps_per_second"]
-        line = [
-            row["script"],
-            row["env_id"],
-            row["row"],
-            f"{row['window']:,.0f}",
-            short(speed) if speed else "-",
-        ]
-        for kind in KINDS:
-            known = kind in row
-            line.append(f"{row[kind]['mean']:.0f}" if known else "-")
-            line.append(f"{row[kind]['area']:,.0f}" if known else "-")
-        table.append(line)
+        for line, row in zip(table[1:], rows, strict=True):
+            found = row.get(kind)
+            line += [f"{found['mean']:.0f}", f"{found['area']:,.0f}"] if found else ["-", "-"]
     return table
 
 
@@ -141,7 +130,7 @@ def draw(rows: list[dict], runs: list[Run]):
         squeeze=False,
         layout="constrained",
     )
-    curves.headline(figure, "How busy the machine is while it trains", runs)
+    curves.headline(figure, TITLE, runs)
     for i, (title, mine) in enumerate(blocks.items()):
         floor, column = divmod(i, columns)
         first = floor * len(kinds)
@@ -159,25 +148,37 @@ def draw(rows: list[dict], runs: list[Run]):
 
 
 def draw_panel(ax, rows: list[dict], kind: str) -> None:
-    """One line per row over the seconds since its steady window began."""
+    """A line per row over the seconds since its steady window began, with its name at the end."""
     rows = [row for row in rows if kind in row]
-    if not rows:
-        return
     for row in rows:
         line = row["lines"][kind]
-        start = line[0][0]
-        edges = [0.0, *(end - start for _, end, _ in line)]
+        edges = [0.0, *(end - line[0][0] for _, end, _ in line)]
         percents = [percent for *_, percent in line]
-        said = f"{row['row']}: {short(row[kind]['area'])} %s"
         colour = curves.COLOURS[row["row"]]
-        ax.stairs(percents, edges, color=colour, label=said, linewidth=1.2, baseline=None)
+        ax.stairs(percents, edges, color=colour, linewidth=1.2, baseline=None)
         ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
     ax.set_ylim(0, 100 if kind == "GPU" else None)
-    ax.legend(fontsize=7.5, frameon=False, title="area under the curve", title_fontsize=7.5)
+    for i, row in enumerate(rows):
+        begin, _, _ = row["lines"][kind][0]
+        _, end, percent = row["lines"][kind][-1]
+        high = percent > ax.get_ylim()[1] / 2
+        right = end - begin > ax.get_xlim()[1] / 2
+        ax.annotate(
+            f"{row['row']}\narea {short(row[kind]['area'])} %s",
+            (end - begin, percent),
+            xytext=(-4 if right else 4, -4 - 24 * i if high else 4),  # high ones are close together
+            textcoords="offset points",
+            ha="right" if right else "left",
+            va="top" if high else "bottom",
+            color=curves.COLOURS[row["row"]],
+            fontsize=8,
+        )
 
 
-def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
-    """Table and figure of those `runs` that have samples; the figure's files."""
+def write(
+    runs: list[Run], out: Path, name: str = "utilization", scripts: tuple[str, ...] = ()
+) -> list[Path]:
+    """Table of those `runs` that have samples, and figure of these scripts or all; its files."""
     found = breakdown.reduce_all(runs, reduce)
     if not found:
         print("no utilization: no run has written what its processor did", file=sys.stderr)
@@ -185,9 +186,9 @@ def write(runs: list[Run], out: Path, name: str = "utilization") -> list[Path]:
     chosen = [run for run, _ in found]
     rows = [row for _, row in found]
     record = run_dirs.record_of(chosen, rows)
-    files = curves.save(draw(rows, chosen), out / name)
-    above = ["How busy the machine is while it trains", *run_dirs.describe(record["machine"])]
-    tables.write_report(out / name, above, cells(rows), [], record, labels=3)
+    drawn = [row for row in rows if row["script"] in scripts] or rows
+    files = curves.save(draw(drawn, chosen), out / name)
+    tables.write_report(out / name, TITLE, cells(rows), record, labels=3)
     return files
 
 

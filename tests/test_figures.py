@@ -57,11 +57,9 @@ def draw(main, source, stem, *flags):
 # Curves: values
 
 
-def test_running_means_and_grids():
+def test_a_running_mean_by_hand():
     values = np.array([1.0, 2.0, 3.0, 4.0])
     np.testing.assert_allclose(curves.running_mean(values, 2), [1, 1.5, 2.5, 3.5])
-    found = curves.on_grid(np.array([0.0, 1.0, 1.5, 4.0, 5.0]), np.arange(1.0, 5.0), values)
-    np.testing.assert_allclose(found, [np.nan, 1, 1.5, 4, np.nan])
 
 
 def test_a_running_mean_is_of_a_tenth_and_of_10_at_most():
@@ -80,33 +78,24 @@ def test_the_interval_is_the_bootstraps():
     np.testing.assert_allclose(np.ravel(curves.bootstrap(seeds)), expected)
 
 
-def test_one_seed_has_a_mean_and_no_interval():
-    values = np.array([[1.0, 2.0, np.nan], [3.0, np.nan, np.nan]])
-    np.testing.assert_array_equal(curves.mean_of_known(values), [2, 2, np.nan])
-    low, high = curves.band("bootstrap", values)
-    assert np.isfinite([low[0], high[0]]).all() and np.isnan([*low[1:], *high[1:]]).all()
+def test_one_seed_has_no_interval():
+    values = np.array([[1.0, 2.0], [3.0, 5.0]])
+    assert np.isfinite(curves.band("bootstrap", values)).all()
     assert np.isnan(curves.band("bootstrap", values[:1])).all()
 
 
 def test_the_band_of_deviations():
     values = np.random.default_rng(0).normal(size=(7, 5))
-    values[0, 1] = np.nan
-    mean, deviation = np.nanmean(values, 0), np.nanstd(values, 0, ddof=1)
+    mean, deviation = np.mean(values, 0), np.std(values, 0, ddof=1)
     np.testing.assert_allclose(curves.band("std", values), [mean - deviation, mean + deviation])
 
 
-def test_the_grid_has_all_points_and_their_middles():
-    grid = curves.union_grid([np.array([1.0, 3.0]), np.array([2.0, 3.0, 4.0])])
-    assert grid.tolist() == [1, 1.5, 2, 2.5, 3, 3.5, 4]
-    many = curves.union_grid([np.arange(5000.0)])
-    assert len(many) == 2 * curves.POINTS - 1 and many[[0, -1]].tolist() == [0, 4999]
-
-
-def test_no_line_joins_runs_with_a_gap_between_them():
-    grid = curves.union_grid([np.array([1.0, 2.0]), np.array([6.0, 7.0])])
-    both = [([1.0, 2.0], [5.0, 6.0]), ([6.0, 7.0], [5.0, 6.0])]
-    values = np.array([curves.on_grid(grid, np.array(x), np.array(y)) for x, y in both])
-    np.testing.assert_array_equal(curves.mean_of_known(values), [5, 5.5, 6, np.nan, 5, 5.5, 6])
+def test_the_grid_has_all_points_where_all_runs_have_values():
+    grid = curves.common_grid([np.array([1.0, 3.0, 5.0]), np.array([2.0, 3.0, 4.0])])
+    assert grid.tolist() == [2, 3, 4]
+    assert not len(curves.common_grid([np.array([1.0, 2.0]), np.array([6.0, 7.0])]))
+    many = curves.common_grid([np.arange(5000.0)])
+    assert len(many) == curves.POINTS and many[[0, -1]].tolist() == [0, 4999]
 
 
 def test_the_mean_ends_with_the_first_finished_run():
@@ -127,18 +116,15 @@ def test_interquartile_mean_is_of_the_middle_half():
     assert curves.iqm(scores) == pytest.approx(np.sort(scores)[25:-25].mean())
 
 
-def test_the_stratified_bootstrap_draws_within_each_task():
-    """Between two tasks lies a gulf: drawn from both alike, half of the runs would be of one."""
-    rng = np.random.default_rng(0)
-    low, high = curves.stratified([rng.normal(0, 1, 50), rng.normal(1000, 1, 50)])
-    assert 400 < low < high < 600 and high - low < 100
-    scores, other = rng.normal(size=50), np.random.default_rng(1)
+def test_the_interval_of_the_middle_half_is_the_bootstraps():
+    scores, other = np.random.default_rng(0).normal(size=50), np.random.default_rng(1)
     draws = [curves.iqm(other.choice(scores, 50)) for _ in range(2000)]
     expected = np.percentile(draws, (2.5, 97.5))
-    np.testing.assert_allclose(curves.stratified([scores]), expected, atol=0.05)
+    np.testing.assert_allclose(curves.iqm_interval(scores), expected, atol=0.05)
 
 
-SCORE = {"script": "s", "line": "baseline", "runs": 2, "iqm": 1.0, "low": 0.0, "high": 2.0}
+SCORE = {"script": "sac_continuous_action", "environment": "Ant", "line": "baseline"}
+SCORE |= {"iqm": 1.0, "low": 0.0, "high": 2.0, "finals": [1.0, 2.0]}
 
 
 def test_the_median_is_never_where_half_never_arrive():
@@ -147,23 +133,22 @@ def test_the_median_is_never_where_half_never_arrive():
         ([300.0, None], ["never", "1"]),
         ([None, None], ["never", "2"]),
     ):
-        row = SCORE | {"finals": {}, "times": times}
+        row = SCORE | {"times": times}
         assert curves.score_cells([row], 5.0)[1][-2:] == said
 
 
 def test_scores_of_other_tasks_are_named_by_them():
-    """In their colours, since a row has the same in every figure."""
-    one = SCORE | {"finals": {"Ant": [1.0, 2.0]}}
-    both = SCORE | {"line": "compile", "finals": {"Ant": [1.0, 2.0], "Hopper": [3.0, 4.0]}}
-    heading, *table = curves.score_cells([one, both], None)
-    assert [line[heading.index("tasks")] for line in table] == ["Ant", "Ant, Hopper"]
-    figure = curves.draw_scores([one, both], "return")
+    """Those of one task in their colours, since a row has the same in every figure."""
+    other = SCORE | {"line": "compile", "finals": [3.0, 4.0]}
+    figure = curves.draw_scores([SCORE, other], "return")
     left, right = figure.axes
-    names = ["baseline (Ant)", "compile (Ant, Hopper)"]
-    assert [text.get_text() for text in left.get_yticklabels()] == names
-    assert [line.get_label() for line in right.lines] == names
+    assert [text.get_text() for text in left.get_yticklabels()] == ["baseline", "compile"]
     colours = [curves.COLOURS[row] for row in ("baseline", "compile")]
     assert [line.get_color() for line in right.lines] == colours
+    plt.close(figure)
+    figure = curves.draw_scores([SCORE, other | {"environment": "Hopper"}], "return")
+    names = [line.get_label() for line in figure.axes[1].lines]
+    assert names == ["SAC: Ant, baseline", "SAC: Hopper, compile"]
     plt.close(figure)
 
 
@@ -172,7 +157,7 @@ def test_scores_of_other_tasks_are_named_by_them():
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """Two whole runs of a line; interrupted ones, those of CleanRL, one episode, none, no run."""
+    """Two whole runs of a line; interrupted ones, one episode, none, no run."""
     runs = tmp_path_factory.mktemp("all") / "runs"
     for seed in (1, 2):
         for i, row in enumerate(("baseline", "compile")):
@@ -184,9 +169,6 @@ def drawn(tmp_path_factory):
         write_events(made, learning(seed, count=5))
     (made / "stages.json").write_text("")  # the disk was full
     add_part(made.with_name(made.name.replace("60", "40")), 100, None)  # resumed, then killed
-    for seed, count in ((1, 20), (2, 20), (3, 10)):
-        made = runs / f"HalfCheetah-v5__{SCRIPT}__{seed}__170000000{seed}"
-        write_events(made, learning(seed, 0.5, count))
     made = make_run(runs, 70, config(script="td3_continuous_action"), stages(10.0))
     write_events(made, [("charts/episodic_return", 900, 5, 3.0)])
     make_run(runs, 71, config("compile+cudagraphs", 3, gpu="H"), stages(10.0))
@@ -203,7 +185,6 @@ def test_runs_that_do_not_count_are_told_of(drawn):
         "40 has no stages_100.json: killed or still running",
         "50 has no stages.json: killed or still running",
         "60 stages.json is damaged: killed or still running",
-        "1700000003 stopped after 500 steps, others after 1000",
     ]
     assert sum("skipped: " in line and "notes has no config" in line for line in drawn[0].told) == 1
 
@@ -212,9 +193,9 @@ def test_curves_name_tasks_axes_and_lines(drawn):
     text = (drawn[1] / "out/c_learning.svg").read_text()
     for words in ("SAC: HalfCheetah-v5", "TD3: HalfCheetah-v5", "environment steps", "wall-clock"):
         assert words in text
-    for line in ("baseline (n=6, 4 interrupted)", "compile (n=2)", "CleanRL (n=3, 1 interrupted)"):
+    for line in ("baseline (n=6, 4 interrupted)", "compile (n=2)"):
         assert line in text
-    assert "baseline (n=1)" in text and "unknown for CleanRL" in text
+    assert "baseline (n=1)" in text
     assert "mean of the last 10" in text
     assert min(image_size(drawn[1] / "out/c_learning.png")) > 300
     assert "compile+cudagraphs" not in text  # it has no curve
@@ -224,14 +205,14 @@ def test_interrupted_curves_end_with_a_cross(drawn):
     steps, seconds, *_ = drawn[0].figures[0].axes
     for ax in (steps, seconds):
         crosses = [line for line in ax.lines if line.get_marker() == "x"]
-        assert len(crosses) == 5
-        assert ax is seconds or {line.get_xdata()[-1] for line in crosses} == {250, 500}
+        assert len(crosses) == 4
+        assert ax is seconds or {line.get_xdata()[-1] for line in crosses} == {250}
 
 
 def test_scores_are_of_whole_runs(drawn):
     rows = {row["line"]: row for row in read_record(drawn[1] / "out/c_scores")}
-    assert rows.keys() == {"baseline", "compile", "CleanRL"}
-    assert {(row["iqm"], row["runs"]) for row in rows.values()} == {((15.5 + 31) / 2, 2)}
+    assert rows.keys() == {"baseline", "compile"}
+    assert {(row["iqm"], len(row["finals"])) for row in rows.values()} == {((15.5 + 31) / 2, 2)}
 
 
 # Curves: sweeps
@@ -275,38 +256,6 @@ def test_lines_are_what_varies(sweep):
     assert list(lines_of(runs, ["num_minibatches"])) == by_size
 
 
-def test_where_keeps_what_matches(sweep):
-    """One of the values of each setting."""
-    runs, _ = run_dirs.read_runs([sweep])
-    for run in runs[:2]:
-        run.config["args"]["target_kl"] = None
-    tasks = [f"env_id={name}" for name in ("Hopper-v5", runs[0].env_id, "Ant-v5")]
-    for conditions, count in (
-        (["seed=1"], 2),
-        (["seed=1", "seed=2"], 4),
-        (["--gae-lambda=0.9", "seed=3"], 1),
-        (tasks, 6),
-        (tasks[::2], 0),
-        (["target_kl=None", "target_kl=0.1"], 2),
-    ):
-        assert len(curves.matching(runs, conditions)) == count
-    for condition, said in (("no=1", "no run has a setting 'no'"), ("seed", "no NAME=VALUE")):
-        with pytest.raises(ValueError, match=said):
-            curves.matching(runs, [condition])
-
-
-def test_names_of_experiments_tell_lines_apart(tmp_path):
-    """Three seeds before a change and two after it; in a sweep, where each run has a name, not."""
-    named = [("before", 1), ("before", 2), ("before", 3), ("after", 1), ("after", 2)]
-    for i, (name, seed) in enumerate(named):
-        make_run(tmp_path, i, config(seed=seed, script="ppo", exp_name=name), report())
-    runs, _ = run_dirs.read_runs([tmp_path])
-    assert lines_of(runs) == {"exp_name=after": 2, "exp_name=before": 3}
-    for i, run in enumerate(runs):
-        run.config["args"] |= {"exp_name": f"id{i}", "seed": i}
-    assert lines_of(runs) == {"baseline": 5}
-
-
 def test_a_seed_counts_once(tmp_path, capsys):
     """Copies of a run are no runs: the newest whole one counts, not the record; others are told."""
     for number in (100, 200, 300):
@@ -329,7 +278,7 @@ def test_scores_count_who_never_arrives(scored):
     one, other = read_record(scored[1])
     assert [one["line"], other["line"]] == ["gae_lambda=0.9", "gae_lambda=1"]
     assert one["times"] == [None, 200.0, 400.0]  # seed 1 ends at 91
-    assert None not in other["times"] and other["runs"] == 3
+    assert None not in other["times"] and len(other["finals"]) == 3
     assert other["iqm"] == pytest.approx(102) and other["low"] < 102 < other["high"]
     (line,) = (line for line in scored[0].said.splitlines() if "gae_lambda=0.9" in line)
     assert line.split()[-2:] == ["400", "1"]  # median and never: the latter is the last of three
@@ -348,19 +297,33 @@ def test_a_record_has_the_curves_and_scores_of_its_runs(sweep, scored, tmp_path)
 
 
 def test_choices_of_the_command(sweep, tmp_path):
-    flags = ["--x", "charts/SPS", "--band", "std", "--by", "num-minibatches"]
+    flags = ["--x", "seconds", "--band", "std", "--by", "num-minibatches"]
     draw(curves.main, sweep, tmp_path / "s", *flags)
     text = (tmp_path / "s_learning.svg").read_text()
-    for words in ("num_minibatches=10", "standard deviation", "charts/SPS"):
+    for words in ("num_minibatches=10", "standard deviation", "wall-clock"):
         assert words in text
-    assert "wall-clock" not in text and "environment steps" not in text
+    assert "environment steps" not in text
+
+
+def test_scripts_are_lines_of_one_panel(tmp_path):
+    """Without a mean, which would be that of the whole run alone."""
+    for number, (script, steps) in enumerate([("ppo", 1000), ("ppo", 500), ("pqn", 1000)]):
+        made = config(seed=number, script=f"{script}_atari_envpool", env_id="Pong-v5")
+        write_events(make_run(tmp_path, number, made, stages(80, steps=steps)), learning(number))
+    found = draw(curves.main, tmp_path, tmp_path / "p", "--by", "script", "--band", "none")
+    steps, _ = found.figures[0].axes
+    assert steps.get_title(loc="left") == "Pong-v5"
+    drawn = [line for line in steps.lines if len(line.get_xdata()) > 1]
+    assert len(drawn) == 3 and len({line.get_color() for line in drawn}) == 2
+    named = [line.get_label() for line in steps.lines if not line.get_label().startswith("_")]
+    assert named == ["PPO Atari (n=2, 1 interrupted)", "PQN Atari (n=1)"]
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--metric", "a/b"], "no figure: no run has logged 'a/b', but charts/SPS, charts/episod"),
-        (["--where", "seed=9"], "error: no such runs in"),
+        (["--metric", "a/b"], "no figure: no run has a/b over steps or seconds, but charts/SPS, "),
+        (["--by", "seeds"], "error: no run has a setting 'seeds'"),
     ],
 )
 def test_curves_of_nothing_are_one_line(sweep, tmp_path, flags, said):
@@ -532,18 +495,25 @@ def test_figure_of_utilization(tmp_path):
     assert "| 75 | 300 | 100 | 400 |" in (tmp_path / "u.md").read_text()
 
 
+def test_utilization_is_drawn_of_some_scripts_and_told_of_all(tmp_path, monkeypatch):
+    for number, script in enumerate(("ppo_continuous_action", SCRIPT)):
+        path = make_run(tmp_path, number, config(script=script), report())
+        write_events(path, usage((2, 1), (4, 4)))
+    figures = []
+    monkeypatch.setattr(curves, "save", lambda figure, stem: figures.append(figure) or [])
+    utilization.write(run_dirs.read_runs([tmp_path])[0], tmp_path, scripts=(SCRIPT,))
+    assert [ax.get_title() for ax in figures[0].axes] == ["SAC: HalfCheetah-v5"]
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["baseline\narea 300 %s"]
+    assert len(read_record(tmp_path / "utilization")["rows"]) == 2
+
+
 # README
 
 
 def test_what_was_learned_is_the_last_return():
-    def reached(value, **more):
-        run = {"mean_return_last_10": value, "config": config()}
-        return readme.reached(run | {"episodic_returns": [[9, 1.0, 2.0]]} | more)
-
-    assert readme.learned([reached(7.0), reached(8.0)]) == "7, 8 in training"
-    evaluated = reached(7.0, eval_returns=[[5, 1.0, 2.0], [9, 3.0, 4.0]])
-    assert readme.learned([evaluated]) == "3" and evaluated.steps == 9
-    assert readme.learned([reached(float(k)) for k in range(5)]).startswith("2 (")
+    runs = [{"eval_returns": [[5, 1.0, 2.0], [9, float(k), 4.0]]} for k in range(5)]
+    assert readme.learned(runs[3:]) == "3, 4" and readme.learned([]) == "-"
+    assert readme.learned(runs).startswith("2 (")
 
 
 @pytest.mark.parametrize("content", ["", "{}"])

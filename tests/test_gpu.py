@@ -16,35 +16,6 @@ import tqdm
 from conftest import ROOT
 
 
-def speedups(tmp_path, gpu_name, **speeds):
-    """A speed-up record, read: {row: (steps/s, the least of them, speed-up)}."""
-    rows = [{"script": "sac", "row": "eager", "skipped": "no finished run"}]
-    for row, (mean, least, speedup) in speeds.items():
-        steady = {"mean": mean, "min": least}
-        rows.append({"script": "sac", "row": row, "sps_steady": steady, "speedup": speedup})
-    path = tmp_path / "speedup.json"
-    path.write_text(json.dumps({"machine": {"gpu": gpu_name}, "rows": rows}))
-    return gpu.read_speedups(path)
-
-
-def test_rows_that_fall_short(tmp_path):
-    """Of the same GPU's speed or, where nothing is known of that, of a CPU's gain."""
-    on_cpu = speedups(tmp_path, None, baseline=(100, 90, 1.0), compile=(150, 140, 1.5))
-    before = speedups(tmp_path, "H100", baseline=(200, 180, 1.0))
-    slow = {"baseline": (170, 170, 1.0), "compile": (238, 238, 1.4), "new": (500, 500, 3.0)}
-    of_speed, of_gain = (
-        "sac, baseline: 170 steps/s, was 180 or more",
-        "sac, compile: 1.40x, on a CPU 1.50x",
-    )
-    for gpu_name, found, expected in (
-        ("H100", slow, [of_speed, of_gain]),
-        ("H200", slow, [of_gain]),
-        ("H100", {"baseline": (180, 180, 1.0)}, []),
-    ):
-        mine = speedups(tmp_path, gpu_name, **found)
-        assert gpu.shortfalls(mine, [on_cpu, before]) == expected
-
-
 def rehearse(monkeypatch, tmp_path, **programs):
     """All steps of which one fails -> the page, and the status of each step."""
     steps = []

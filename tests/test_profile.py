@@ -307,16 +307,11 @@ def test_a_real_trace_of_a_small_loop(small_loop):
 
 
 def test_a_script_of_your_own_is_read_out(small_loop, capsys):
-    """No config.json, no TensorBoard: a report and its trace are enough, or the latter."""
-    path, trace = small_loop
+    """No config.json, no TensorBoard: a report and its trace are enough."""
+    path, _ = small_loop
     for place in (path / "stages.json", path):
         status, said, _ = read_out(capsys, place)
         assert status == 0 and "backpropagation: " in said and "steps/s" in said
-    status, said, _ = read_out(capsys, path / "trace.json.gz", "--steps", "5")
-    table = cells(said)
-    assert status == 0 and table["inference"][-1] == "1" and "steps/s" not in said
-    calls = sum(fields["backend_calls"] for fields in trace["stages"].values())
-    assert float(table["total"][-1]) == calls / 5
 
 
 @pytest.mark.parametrize("iterations", [2, 4, 7])
@@ -432,10 +427,8 @@ def test_the_last_part_of_a_resumed_run_counts(tmp_path, capsys):
     ("changes", "said"),
     [
         ({"iterations": None}, "is no report of the stopwatch"),
-        ({"wall_seconds": float("nan")}, "wall_seconds nan, which is no finite number"),
         ({"stages": {"untracked": 10.0, "evaluation": 3.0}}, "has no stages, only `untracked`"),
         ({"env_steps": 0}, "the run ended before"),
-        ({"traceEvents": []}, "gzip it"),
     ],
 )
 def test_a_report_that_lacks_something_is_one_line(tmp_path, capsys, changes, said):

@@ -39,11 +39,19 @@ def runs(tmp_path):
     return folder
 
 
-def tabulate(folder):
-    """The rows of --table-only, by name."""
+def report_of(folder):
+    """Of the runs in a folder."""
     out = folder.parent / "out"
-    assert speedup.main(["--table-only", str(folder), "--out", str(out)]) == 0
-    return {row["row"]: row for row in read_record(out / "speedup")["rows"]}
+    given = {"quick": False, "full": True, "only": None, "seeds": None, "steps": None}
+    options = argparse.Namespace(out=out, tiny=False, **given)
+    found, _ = run_dirs.read_runs([folder])
+    return speedup.report(found, [], options)
+
+
+def tabulate(folder):
+    """The rows of the table, by name."""
+    assert report_of(folder) == 0
+    return {row["row"]: row for row in read_record(folder.parent / "out/speedup")["rows"]}
 
 
 # The table
@@ -94,33 +102,10 @@ def test_a_speedup_is_of_the_rounds_that_both_have(tmp_path):
 
 
 def test_speed_comes_from_runs_that_were_not_traced(runs):
-    """A row's traced runs, which are shorter, count only where it has no others."""
+    """Those that were traced are shorter."""
     traced = config("eager", 1, stopwatch="trace", total_timesteps=10)
     write_events(make_run(runs, 500, traced, stages(1)), [("charts/SPS", 10, 0.1, 1.0)])
     assert tabulate(runs)["eager"]["sps_steady"]["min"] == 100
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        (config("eager", batch_size=256), config("eager", 2, batch_size=512), "batch_size"),
-        (config("eager"), config("eager", 2, torch_threads=1), "threads 2,"),
-        (config("baseline"), config("compile", torch_threads=1), "torch_threads 2,"),
-    ],
-    ids=["flag", "row", "pair"],
-)
-def test_runs_that_cannot_be_compared_are_refused(one, other, said, tmp_path, capsys):
-    make_run(tmp_path, 1, one, stages(100))
-    make_run(tmp_path, 2, other, stages(90))
-    with pytest.raises(SystemExit, match="2"):
-        speedup.main(["--table-only", str(tmp_path)])
-    assert said in capsys.readouterr().err
-
-
-def test_flags_of_the_variant_alone_do_not_matter(tmp_path):
-    make_run(tmp_path / "runs", 1, config("baseline"), stages(100))
-    make_run(tmp_path / "runs", 2, config("compile", env_backend="kernel"), stages(300))
-    assert tabulate(tmp_path / "runs")["compile"]["speedup"] == 3
 
 
 def test_speedups_are_drawn(tmp_path, runs):
@@ -167,7 +152,7 @@ def stand_ins(tmp_path, monkeypatch):
     for module in (speedup, processes):
         monkeypatch.setattr(module, "ROOT", root)
         monkeypatch.setattr(module, "this_machine", machine)
-    monkeypatch.setattr(speedup, "draw_figures", lambda runs, rows, out, learned: None)
+    monkeypatch.setattr(speedup, "draw_figures", lambda runs, rows, out, quick: None)
     return root
 
 

@@ -1,22 +1,17 @@
 """What each trick buys: a variant against itself with one trick taken away, side by side.
 
     python plots/measure/ablation.py --algorithm ppo            minutes; files in plots/out/
-    python plots/measure/ablation.py --algorithm td3 --rounds 3
 
 HalfCheetah-v5: the variant with --compile (on a GPU --cudagraphs too), and without one trick after
-the other, with what one would do otherwise in its place, each in a process of its own, round n with
-seed n. Where torch.compile cannot follow what takes the place of a trick, it compiles what is
-around that. The speed of a shared machine may double within a minute. Therefore on a CPU all
-processes of a round are there at once: each runs for half a second, by one thread, while the others
-stand still, and seconds are those of the processor. On a GPU they run one after the other. All
-have one of torch's threads.
+the other, with what one would do otherwise in its place. Where torch.compile cannot follow that, it
+compiles what is around it. The speed of a shared machine may double within a minute: therefore on a
+CPU all processes of a round are there at once, and each runs for half a second, by one thread,
+while the others stand still; seconds are those of the processor. On a GPU they run one after the
+other.
 
-    steps/s         median over the rounds, and range, of the stopwatch's steady window
     of whole        median over the rounds of steps/s divided by the whole script's in that round
     worth           microseconds that the trick saves per environment step, median over the rounds
-    warm-up s       median seconds until that window, without those of the C++ compiler
-
-Written to plots/out/: ablation_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
+    warm-up s       without the seconds of the C++ compiler
 """
 
 import argparse

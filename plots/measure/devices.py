@@ -1,22 +1,16 @@
 """Acting and learning at the same time or in turns, and on which devices.
 
     python plots/measure/devices.py                             PPO, 500,000 steps; an hour
-    python plots/measure/devices.py --rounds 1 --steps 65536    a look
 
-Rounds in turns: every row once, each in a process of its own; round n with seed n. PPO on
-HalfCheetah-v5: the synchronous scripts and the asynchronous ones, baseline and variant with
---compile (on a GPU --cudagraphs too). Without a GPU all is on the CPU; with one, acting is on the
-CPU or on the GPU as the row says.
+PPO on HalfCheetah-v5: the synchronous scripts and the asynchronous ones, baseline and variant with
+--compile (on a GPU --cudagraphs too). With a GPU, acting is on the CPU or on the GPU as the row
+says.
 
-    steps/s         median over the rounds, and range, of the stopwatch's steady window
     of first        median over the rounds of steps/s divided by the synchronous row of the same
                     kind in that round
     return          mean over the rounds, and range, of the mean of the last 10 episodes
     learner waits   percent of the time in which the learner waits for a rollout, median
     collector waits and the collector for weights
-    warm-up s       median seconds until that window, with a cold compiler cache or a warm one
-
-Written to plots/out/: devices_continuous.md, .json and logs/. Exit status 1 if a run failed.
 """
 
 import argparse

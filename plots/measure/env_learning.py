@@ -1,30 +1,18 @@
 """What faster environments are worth in training: reward against time, for four kinds of CartPole.
 
     python plots/measure/env_learning.py                five runs each; minutes
-    python plots/measure/env_learning.py --rounds 1     a look
 
 After figure 7 of "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). The learner
 is ppo_cartpole_gpu.py, whose environments are replaced: by the processes of Stable-Baselines3, by
 EnvPool's threads, by tensors (its own) and by the kernel. Each kind trains with 16 environments
-and, but for processes, with 256; where there is a GPU with 4,096, too. Rates, epochs and
-minibatches go by that number; with 16 and 256 discounting is that of RL Baselines3 Zoo for this
-task, with 4,096 the script's.
+and, but for processes, with 256; where there is a GPU with 4,096, too. With 16 and 256 discounting
+is that of RL Baselines3 Zoo for this task, with 4,096 the script's. Seconds count from the set-up
+of the run on, imports do not.
 
-Rounds in turns, each run in a process of its own, with one of torch's threads; round n has seed n.
-Seconds count from the set-up of the run on, which makes the environments and compiles the kernel;
-imports do not. The return is the mean of the episodes that end in a rollout, over the last ten such
-rollouts.
-
-    steps/s         median over the rounds, and range, of the stopwatch's steady window
     of tensors      median over the rounds of steps/s divided by that of as many tensors
-    simulating      part of that window in which environments are stepped, median; on a GPU those
-                    on the CPU also wait for their actions in it, and others are only launched
-    seconds to 475  until the return is that, at which Gymnasium calls the task solved: median over
-                    the rounds that get there, and range
-    steps to 475    environment steps until then, median over the same rounds
-
-Written to --out: env_learning.md, .json, the figure env_learning and logs/. Exit status 1 if a run
-failed.
+    simulating      part of the steady window in which environments are stepped, median
+    seconds to 475  until the mean return of ten rollouts is that, at which Gymnasium calls the task
+                    solved: median over the rounds that get there, and range
 """
 
 import atexit

@@ -1,19 +1,16 @@
 """The scaling study: what a step of CartPole costs when there are 1 to a million of them.
 
     bash run.sh study                                   sets up, then measures, in minutes
-    python plots/measure/env_scaling.py --quick         a few points, short samples
     python plots/measure/env_scaling.py --only '*GPU' --seconds 0.1      some arms, all points
 
 After "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). CartPole-v1 is stepped
 by each arm in turn as its users would call it, with random actions drawn beforehand; an arm that
 cannot run here is named with the reason. Measured are the seconds of one step of all environments
 against their number. A straight line a + b N is fitted to them in relative error; its turning point
-from flat to linear is N = a / b. Of each device it is also measured how many bytes/s a copy reads
-and writes: what memory allows. What PPO makes of such environments is in the speed-up table, by
-ppo_cartpole_gpu.
+from flat to linear is N = a / b. What memory allows are the bytes/s of a copy.
 
-Written to --out: env_scaling.json with every sample, env_scaling.md, which on a GPU also names the
-best number of threads per block, and the figures env_scaling_throughput and, there, _blocks.
+Written to --out: env_scaling.json with every sample, env_scaling.md, and the figures
+env_scaling_throughput and, on a GPU, _blocks: threads per block.
 """
 
 import fnmatch
@@ -40,7 +37,7 @@ from leanrl.ppo_cartpole_gpu import CartPole
 
 SAMPLES = 5  # per point; the median counts
 NUMBERS = sorted({32} | {4**k for k in range(11)})  # of environments; 32 is where processes end
-PACKAGES = ["torch", "gymnasium", "numpy", "envpool", "stable-baselines3", "numba-cuda"]
+PACKAGES = ["torch", "gymnasium", "numpy", "envpool", "stable-baselines3"]
 BLOCKS = (1, 16, 32, 64, 256, 1024)  # threads per block of the study
 CAPTURED_STEPS = 32  # of a CUDA graph, as in a rollout of the scripts' default length
 POOL = 16  # sets of random actions, used in turn
@@ -162,7 +159,7 @@ def of_kernel(
 ) -> Iterator[Stepper]:
     """On the CPU a loop in as many threads as torch has; on a GPU captured, as in training.
 
-    Tensors and Numba are launched from Python there: below their turning point that is what counts.
+    Tensors are launched from Python there: below their turning point that is what counts.
     """
     device = torch.device(device_type)
     envs = KernelCartPole(num_envs, device, threads_per_block=threads, substeps=substeps)
@@ -173,19 +170,6 @@ def of_kernel(
     else:
         replay = captured(lambda: envs.step(next(actions)))
         yield Stepper(replay, CAPTURED_STEPS, waiting(device))
-
-
-# Numba
-
-
-@contextmanager
-def of_numba(threads: int, num_envs: int) -> Iterator[Stepper]:
-    """Launched from Python step by step, as the study did."""
-    from env_numba import NumbaCartPole, cuda
-
-    envs = NumbaCartPole(num_envs, threads)
-    actions = random_actions(num_envs, cuda.to_device)
-    yield Stepper(lambda: envs.step(next(actions)), 1, cuda.synchronize)
 
 
 MILLION = 4**10
@@ -201,9 +185,8 @@ ARMS = [
     Arm("tensors compiled, GPU", partial(of_tensors, "cuda", True), MILLION, ("cuda",)),
 ]
 for threads in BLOCKS:
-    kernel, numba = partial(of_kernel, "cuda", threads), partial(of_numba, threads)
+    kernel = partial(of_kernel, "cuda", threads)
     ARMS.append(Arm(f"kernel, TPB {threads}", kernel, MILLION, ("cuda",)))
-    ARMS.append(Arm(f"Numba-CUDA, TPB {threads}", numba, MILLION, ("cuda", "numba")))
 
 
 # What is measured
@@ -286,16 +269,16 @@ def main(arguments: list[str] | None = None) -> int:
     arms = [arm for arm in ARMS if fnmatch.fnmatch(arm.name, options.only or "*")]
     if not arms:
         parser.error(f"--only {options.only!r} matches none of: {', '.join(a.name for a in ARMS)}")
+    numbers, seconds = NUMBERS, options.seconds
+    if options.quick:
+        numbers, seconds = [1, 64, 4096], 0.05
     record = {
         "schema": 2,
         "command": processes.call("env_scaling.py", options, *names),
         "machine": run_dirs.measured_here(torch.get_num_threads(), PACKAGES),
         "bytes_per_second": measure_limits(),
     }
-    if options.quick:
-        record |= measure_steps(arms, [1, 64, 4096], seconds=0.05)
-    else:
-        record |= measure_steps(arms, NUMBERS, options.seconds)
+    record |= measure_steps(arms, numbers, seconds)
     import env_report  # which draws, so that --help need not wait for that
 
     env_report.write(record, options.out / "env_scaling")

@@ -1,18 +1,12 @@
 """What a step costs when there is more work in it: CartPole with 1 to 256 substeps.
 
     python plots/measure/env_work.py            minutes
-    python plots/measure/env_work.py --quick    a few points, short samples
-    python plots/measure/env_work.py --redraw plots/results/env_work/NAME.json
 
 After figures 5 and 6 of "Increasing Sample Throughput for RL Environments" (CS267, Berkeley). Work
 is the number of Euler's steps into which the 0.02 s of a step are divided, so that the motion stays
-the same and only the arithmetic grows. It is a parameter of every arm that is not closed: in the
-processes of Stable-Baselines3, one environment after another in Gymnasium, tensors, tensors that
-are compiled, the kernel. EnvPool's CartPole is compiled without such a parameter.
-
-Measured as in env_scaling.py: seconds of a step of all environments, the median of five samples.
-Two questions are answered: how the time grows with the work at a number of environments, and how
-the turning point (from where on more environments cost more time) moves with the work.
+the same and only the arithmetic grows. EnvPool's CartPole has no such parameter. Measured as in
+env_scaling.py: how the time grows with the work at a number of environments, and how the turning
+point, from where on more environments cost more time, moves with the work.
 
 Written to --out: env_work.md and .json, and the figure env_work.
 """
@@ -111,15 +105,15 @@ ARMS = {  # arm -> the most work: 64 substeps and more take the compiler minutes
 }
 
 
-def measure(numbers: list[int], works: list[int], seconds: float, slowest: float = 2.0) -> dict:
-    """All points, but of an arm and work none after one whose step took `slowest` seconds."""
+def measure() -> dict:
+    """All points, but of an arm and work none after one whose step took two seconds."""
     rows = []
     skipped = {}
     for arm, most in ARMS.items():
-        for work in [work for work in works if work <= most]:
+        for work in [work for work in WORK if work <= most]:
             print(f"{work} substeps")
             one = replace(arm, make=partial(arm.make, work))
-            found = env_scaling.measure_steps([one], numbers, seconds, slowest)
+            found = env_scaling.measure_steps([one], NUMBERS, seconds=0.2, slowest=2.0)
             rows += [row | {"work": work} for row in found["rows"]]
             skipped |= found["skipped"]
             if arm.name in skipped:
@@ -175,14 +169,9 @@ def cells(record: dict) -> list[list[str]]:
             line = [arm, str(work)]
             for n in numbers:
                 line.append(f"{1e6 * seconds[n]:,.1f}" if n in seconds else "-")
-            fit = env_report.turning_point(seconds)
-            line.append(env_report.describe_turning(fit, seconds) if fit else "-")
-            table.append([*line, said])
+            table.append([*line, env_report.describe_turning(seconds), said])
             said = ""  # in the first line only
-    for arm, reason in record["skipped"].items():
-        blank = [""] * (len(heading) - 2)
-        table.append([arm, f"skipped: {reason}", *blank])
-    return table
+    return table + env_report.skipped(record, len(heading))
 
 
 def draw_points(ax, points: dict, arm: str) -> None:
@@ -208,11 +197,7 @@ def draw(record: dict):
         for ax, num_envs in zip(panels, shown, strict=False):
             points = {work: found.get(num_envs) for work, found in seconds.items()}
             draw_points(ax, points, arm)
-        turning = {}
-        for work, found in seconds.items():
-            fit = env_report.turning_point(found)
-            if fit and fit["turning"] and min(found) < fit["turning"] < max(found):
-                turning[work] = fit["turning"]
+        turning = {work: env_report.measured_turning(found) for work, found in seconds.items()}
         draw_points(panels[3], turning, arm)
     for ax in panels:
         ax.set(xscale="log", yscale="log")
@@ -231,32 +216,21 @@ def draw(record: dict):
 
 
 def write(record: dict, stem: Path) -> None:
-    above = [f"Work per step: {record['command']}"]
-    above += run_dirs.describe(record["machine"])
     below = ["growth: from an arm's least work to its most; 1 is in proportion, 0 not at all"]
     below.append("so compare it between arms that have the same numbers of substeps")
     png, _ = curves.save(draw(record), stem)
     below.append(f"figure: {run_dirs.shown(png)}")
-    tables.write_report(stem, above, cells(record), below, record)
+    tables.write_report(stem, "Work per step", cells(record), record, below=below)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program.make_parser(__doc__, "--out")
-    parser.add_argument("--quick", action="store_true", help="few points, short samples")
-    parser.add_argument("--redraw", metavar="JSON", type=run_dirs.real, help="of this record")
-    options = parser.parse_args(arguments)
-    if options.redraw:
-        write(run_dirs.read_json(options.redraw), options.redraw.with_suffix(""))
-        return 0
+    options = program.make_parser(__doc__, "--out").parse_args(arguments)
     record = {
         "schema": 1,
-        "command": processes.call("env_work.py", options, "quick"),
+        "command": processes.call("env_work.py", options),
         "machine": run_dirs.measured_here(torch.get_num_threads(), env_scaling.PACKAGES),
     }
-    if options.quick:
-        record |= measure([1, 256, 4096], [1, 16], seconds=0.05, slowest=0.2)
-    else:
-        record |= measure(list(NUMBERS), list(WORK), seconds=0.2)
+    record |= measure()
     write(record, options.out / "env_work")
     return 0
 

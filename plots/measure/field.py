@@ -2,39 +2,26 @@ r"""The field benchmark: how fast an algorithm is here and in other libraries, o
 
     bash run.sh field                               makes .venv-field first, then calls this
     bash run.sh field --algorithm ppo --rounds 3 --cores 2
-    python plots/measure/field.py --algorithm td3 --steps 3000 --field-python .venv-field/bin/python
 
-Stable-Baselines3 (PyTorch) and SBX (JAX, compiled) against our baseline, the variant eager and the
-variant with --compile: HalfCheetah-v5, one environment, the same number of steps. SAC and TD3: one
-update per step on 256 transitions, networks of 256-256, the first 500 steps random. PPO: rollouts
-of 2,048 steps, 10 epochs of minibatches of 64, networks of 64-64; only ours normalizes observations
-and rewards. PPO on MuJoCo's worlds: ours on 64, the library on one (ppo_mujoco), or on 64 as well,
-with our rollouts of 128 steps and 4 epochs of 16 minibatches (ppo_mujoco_64). PPO for Atari:
-Breakout, 8 games, rollouts of 128 steps, 4 epochs of 4 minibatches (ppo_atari), or 64 games, of 32
-steps, in 8 minibatches (ppo_atari_64), so that all have 256 rows; clipping at 0.1, the network of
-Mnih et al; ours on EnvPool, Stable-Baselines3 on its own Atari environments. SBX is in SAC, TD3 and
-PPO alone. PQN for Atari: Breakout, 8 games, against CleanRL's pqn_atari_envpool.py, which is not
-part of this project and wants old packages, where you have put them:
+Stable-Baselines3 (PyTorch) and SBX (JAX) against our baseline, the variant eager and the variant
+with --compile: HalfCheetah-v5, the settings of `ALGORITHMS`, all else each library's default. SAC
+and TD3 make an update per step; only our PPO normalizes. PPO on MuJoCo's worlds: ours on 64, the
+library on one (ppo_mujoco), or on 64 as well (ppo_mujoco_64). PPO for Atari: Breakout, 8 games
+(ppo_atari) or 64 (ppo_atari_64), ours on EnvPool. PQN for Atari: against CleanRL's
+pqn_atari_envpool.py, which is not part of this project and wants old packages:
 
     pip install --target OLD --no-deps gym==0.23.1 gym_notices cloudpickle envpool==0.8.4
     python plots/measure/field.py --algorithm pqn_atari \
         --peer "env PYTHONPATH=OLD python cleanrl/pqn_atari_envpool.py"
 
-All else is each library's default. One process at a time, in rounds (A B C D E, A B C D E), round
-n with seed n. All are kept on the same --cores (1 by default) and have as many of torch's threads;
-JAX and EnvPool take what they find. All use a GPU if their torch or JAX has one.
+All are kept on the same --cores (1 by default) and have as many of torch's threads; JAX and EnvPool
+take what they find.
 
-    steps/s         median over the rounds, and range, after the warm-up: for ours the stopwatch's
-                    steady window, for the others from 1,000 steps after learning starts to the end,
-                    for all in PPO from the fourth rollout on
-    of OTHER        median over the rounds of steps/s divided by the other's, who is the first row,
-                    in the same round
-    warm-up s       median seconds from the program's own start, imports done, to that window. It
-                    has 1,000 steps with updates for the others and a hundred for ours (not in PPO)
-
-What each learns in the same minutes is the race's question: race.py.
-
-Written to plots/out/: field_ALGORITHM.md, .json, and logs/. Exit status 1 if a run failed.
+    steps/s         after the warm-up: for ours the stopwatch's steady window, for the others from
+                    1,000 steps after learning starts, for all in PPO from the fourth rollout on
+    of OTHER        median over the rounds of steps/s divided by the first row's in the same round
+    warm-up s       from the program's own start, imports done. It has 1,000 steps with updates for
+                    the others and a hundred for ours (not in PPO)
 """
 
 import argparse
@@ -279,19 +266,15 @@ def measure(entrant: str, seed: int, options: argparse.Namespace, progress) -> d
     return processes.numbers(run, command)
 
 
-def summarize(
-    results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS), cores: int = 1
-) -> list[dict]:
+def summarize(results: list[dict], entrants: list[str] = (*LIBRARIES, *OURS)) -> list[dict]:
     """The first entrant is what all are compared with."""
     compared = dict.fromkeys(entrants, entrants[0])
-    rows = rounds.summarize(results, "entrant", "ratio_to_sb3", compared)
-    return [row | {"cores": cores} for row in rows]
+    return rounds.summarize(results, "entrant", "ratio_to_sb3", compared)
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
     columns = {
         f"of {rows[0]['entrant']}": rounds.ratio("ratio_to_sb3"),
-        "cores": lambda row: str(row["cores"]),
         "runs": lambda row: str(row["runs"]),
     }
     return rounds.cells(rows, "entrant", columns)
@@ -320,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         processes.check_field(parser, options, "field")
     results, failures = rounds.take_turns(settings.entrants, options, measure)
-    rows = summarize(results, settings.entrants, options.cores)
+    rows = summarize(results, settings.entrants)
     command = processes.call("field.py", options, "algorithm", "rounds", "steps", "cores")
     record = {"command": command, "rows": rows, "rounds": results, "failures": failures}
     above = ["Field benchmark", f"{settings.env_id}, {options.steps:,} steps per run"]

@@ -1,18 +1,13 @@
 """Every figure of our sources that this machine can make, one after the other.
 
     bash run.sh figures             twenty to forty minutes on two cores; goes on where it stopped
-    bash run.sh figures --only 'RL-Scope*'
     bash run.sh figures --list      what there is, and what needs a GPU; runs nothing
 
 The sources are LeanRL, RL-Scope (Gleeson et al., MLSys 2021), "Increasing Sample Throughput for RL
-Environments" (CS267, Berkeley), rlstructures and the cloud lab of the Deep RL Bootcamp. Each step
-is a program that can be called by itself and says in its --help what it draws. A step whose files
-are there, newer than the program and than all scripts, is kept.
-
-Written to --out: the programs' own files, and logs/. Exit status 1 if a step failed.
+Environments" (CS267, Berkeley), rlstructures and the cloud lab of the Deep RL Bootcamp. A step
+whose files are newer than its programs and than all scripts is kept.
 """
 
-import fnmatch
 import shlex
 import sys
 import time
@@ -108,14 +103,10 @@ def make(command: list[str], logs: Path) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__, "--out")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="sources that match")
     parser.add_argument("--list", action="store_true", help="say what there is")
     options = parser.parse_args(arguments)
-    chosen = [each for each in FIGURES if fnmatch.fnmatch(each.source, options.only)]
-    if not chosen:
-        parser.error(f"--only {options.only!r} matches no source")
     failed = 0
-    for figure in chosen:
+    for figure in FIGURES:
         print(f"{figure.source}:", flush=True)
         commands = []
         for command in figure.commands:

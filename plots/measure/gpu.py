@@ -3,16 +3,10 @@
     bash run.sh gpu                 tests, the quick table, profiles, devices, the study: an hour
     bash run.sh gpu --rehearse      the same programs, tiny, where there is no GPU: minutes
 
-Correctness comes before speed. Each step is a process of its own, whose output is in logs/; one
-that fails stops none after it. The page says what was tested, what was measured, and what falls
-short of the records in plots/results/: rows of the speed-up table that are slower than on the same
-GPU before or, where no record is of such a GPU, gain less than on the CPU of the record.
-
-A rehearsal has no number that counts: its "GPU" is tests/cuda_rehearsal.py on this CPU. It shows
-that each program goes through to its report, and names what CUDA would have refused.
-
-Written to --out: gpu.md, gpu.json, logs/, and the records of the programs. Exit status 1 if a step
-failed.
+Each step is a process of its own; one that fails stops none after it. The page says what was
+tested, what was measured, and what to commit. In a rehearsal, whose "GPU" is
+tests/cuda_rehearsal.py, no number counts. Written to --out: gpu.md, gpu.json, logs/, and the
+records of the programs.
 """
 
 import argparse
@@ -34,7 +28,6 @@ from run_dirs import ROOT, shown
 
 SHARED = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # side by side on the GPU
 NOT_STUDIED = r"^(skipped: .*|.*: no kernel.*)$"
-RESULTS = ROOT / "plots/results"
 
 
 class Step(NamedTuple):
@@ -110,35 +103,6 @@ def profiles(options: argparse.Namespace) -> list[Step]:
     return steps
 
 
-def read_speedups(path: Path) -> dict:
-    """`gpu` of a record, and `rows`: {(script, row): row}, without those that were skipped."""
-    record = run_dirs.read_json(path)
-    rows = {(row["script"], row["row"]): row for row in record["rows"] if row.get("speedup")}
-    return {"gpu": record["machine"]["gpu"], "rows": rows}
-
-
-def shortfalls(mine: dict, records: list[dict]) -> list[str]:
-    """Rows that are worse than a record says, in words."""
-    same = [record for record in records if record["gpu"] and record["gpu"] == mine["gpu"]]
-    others = [record for record in records if not record["gpu"]]
-    lines = []
-    for key, row in mine["rows"].items():
-        script, name = key
-        before = [record for record in same if key in record["rows"]]
-        if before:
-            speed = row["sps_steady"]["mean"]
-            least = before[-1]["rows"][key]["sps_steady"]["min"]
-            if speed < least:
-                lines.append(f"{script}, {name}: {speed:,.0f} steps/s, was {least:,.0f} or more")
-            continue
-        known = [record["rows"] for record in others if (script, "compile") in record["rows"]]
-        if name.startswith("compile") and known:
-            gain = known[-1][script, "compile"]["speedup"]
-            if row["speedup"] < gain:
-                lines.append(f"{script}, {name}: {row['speedup']:.2f}x, on a CPU {gain:.2f}x")
-    return lines
-
-
 def cells(results: list[dict]) -> list[list[str]]:
     table = [["step", "seconds", "ended", "says"]]
     for result in results:
@@ -153,26 +117,21 @@ def write_page(
     results: list[dict], problems: list[str], begun: float, options: argparse.Namespace
 ) -> None:
     """What these steps have shown, which were begun at this time."""
-    machine = run_dirs.measured_here(torch.get_num_threads())
     title = "A rehearsal: no number counts" if options.rehearse else "What this GPU shows"
-    command = processes.call("gpu.py", options, "rehearse")
-    above = [f"{title}: {command}", *run_dirs.describe(machine)]
     below = []
-    if (options.out / "speedup.json").exists():  # or the step has failed
-        mine = read_speedups(options.out / "speedup.json")
-        paths = sorted(RESULTS.glob("speedup/*.json"), key=lambda path: "earlier" not in path.name)
-        records = [read_speedups(path) for path in paths]  # the last one counts
-        short = [f"falls short: {line}" for line in shortfalls(mine, records)]
-        if options.rehearse:
-            short = [f"compared with {len(records)} records, which says nothing"]
-        below += short or ["nothing falls short of a record"]
     below += [f"CUDA would refuse: {line}" for line in problems]
     files = ("speedup", "breakdown", "utilization", "devices_continuous", "env_scaling")
     paths = [options.out / f"{name}.md" for name in files]
     made = [shown(path) for path in paths if path.exists() and path.stat().st_mtime > begun]
     below.append(f"records to commit, with the GPU in their names: {', '.join(made) or 'none'}")
-    record = {"schema": 1, "machine": machine, "steps": results, "rehearsed": options.rehearse}
-    tables.write_report(options.out / "gpu", above, cells(results), below, record)
+    record = {
+        "schema": 1,
+        "command": processes.call("gpu.py", options, "rehearse"),
+        "machine": run_dirs.measured_here(torch.get_num_threads()),
+        "steps": results,
+        "rehearsed": options.rehearse,
+    }
+    tables.write_report(options.out / "gpu", title, cells(results), record, below=below)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -188,7 +147,6 @@ def main(arguments: list[str] | None = None) -> int:
             environment = {
                 "PYTHONPATH": str(ROOT / "tests/rehearsed"),
                 "REHEARSED_PROBLEMS": folder,
-                "NUMBA_ENABLE_CUDASIM": "1",
             }
         elif not torch.cuda.is_available():
             parser.error("no CUDA device for torch; --rehearse needs none")

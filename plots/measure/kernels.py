@@ -7,33 +7,25 @@
 
 Each script runs with --compile for some steps, on a CPU, and torch.compile gets Triton's code as
 for an sm_90, which Triton's interpreter runs (tests/triton_on_cpu.py). Counted between two
-iterations of the training loop, long after all is compiled, per step of all environments:
+iterations of the training loop, long after all is compiled:
 
     Inductor        launches of Triton kernels
     products        calls of libraries: cuBLAS on a GPU, ATen here
-    others          operators outside of compiled code that are not views, also on tensors that
-                    would stay on the CPU: at most a kernel each, but for those over lists
-    in all          the sum: launches per step without CUDA graphs
+    others          operators outside of compiled code that are not views: at most a kernel each
     with graphs     replays, the copies of their inputs, one per type, and what is outside of
                     captured functions
     MB              that these read and write, each argument once
-
     to GPU, to host copies that Python asks for
-    waits           how often Python waits until the GPU has done all. Waits and copies are with
-                    graphs and with logging, and are counted in the rehearsal of the path of CUDA
-                    (tests/cuda_rehearsal.py)
+    waits           how often Python waits until the GPU has done all; with graphs and logging, in
+                    the rehearsal of the path of CUDA (tests/cuda_rehearsal.py)
 
-Arithmetic, not a measurement: us per step on an H100 = kernels at 2 to 3 us per node of a graph and
-MB at 3.35 TB/s. The physics of worlds is not in it. There are as many updates per step as by
-default, of shorter rollouts, but a quarter of them of SAC's worlds, which are 16. CartPoles are 64,
-PPO's worlds 8, games 2, so that MB are fewer than by default.
+us on an H100 is arithmetic: kernels at 2 to 3 us per node of a graph and MB at 3.35 TB/s. The
+physics of worlds is not in it. There are as many updates per step as by default, of shorter
+rollouts, but a quarter of them of SAC's worlds. CartPoles are 64, PPO's worlds 8, games 2.
 
-A --peer is a name and a command: the steps of an iteration, each in all environments, an
-interpreter that has Triton and the packages of another project, a script of it whose main loop has
-a bar of tqdm, its flags. What it gives to tensordict's CudaGraphModule is taken for captured. Its
-copies and waits are those of its own tensordict, too, and without what it logs every 100 steps.
-
-Written to --out: kernels.md and .json.
+A --peer is a name and a command: the steps of an iteration, an interpreter that has Triton and the
+packages of another project, a script of it whose main loop has a bar of tqdm, its flags. What it
+gives to tensordict's CudaGraphModule is taken for captured.
 """
 
 import argparse
@@ -427,8 +419,8 @@ def main(arguments: list[str] | None = None) -> int:
             failures.append(str(failure))
     machine = run_dirs.measured_here(threads=1, packages=["triton"])
     record = {"schema": 1, "machine": machine, "rows": rows}
-    above = ["Kernels per step of all environments, counted", *run_dirs.describe(machine)]
-    tables.write_report(options.out / "kernels", above, cells(rows), [], record, labels=1)
+    title = "Kernels per step of all environments, counted"
+    tables.write_report(options.out / "kernels", title, cells(rows), record, labels=1)
     return processes.say_failures(failures)
 
 

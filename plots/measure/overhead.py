@@ -4,20 +4,10 @@
     python plots/measure/overhead.py --only 'ppo_cont*'   of every 'SCRIPT ROW', those that match
 
 Per script, row and seed two runs as long as those of the quick table: one of the script as it is,
-and one whose stages do nothing: it reads the clock once per iteration, waits for no GPU to take a
-sample, and still calls `run.stage`, which costs some 50 ns each time. Processes that a script
-starts are as they are in both. (A trace takes no part: what it tells is scaled to the untraced
-seconds.) Without a GPU the two run at the same moment on a core each, so that the drift of a shared
-machine hits both alike, and change cores with each seed; with one, or on a single core, one after
-the other.
-
-    off             microseconds per environment step without the stages, mean over the seeds
-    with            the same with it
-    bias            with / off - 1: mean over the seeds, and range. It is to stay below 1%; RL-Scope
-                    reports -17% to +11% after its own correction
-
-Written to --out: overhead.md, overhead.json and logs/. Exit status 1 if a run failed or a mean bias
-is beyond 1%.
+and one whose stages do nothing: it reads the clock once per iteration and takes no samples of a
+GPU. On two cores the two run at the same moment, and change cores with each seed; with a GPU or one
+core, one after the other. The bias, with / off - 1, is to stay below 1%; RL-Scope reports -17% to
++11% after its own correction. Exit status 1 if a run failed or a mean bias is beyond 1%.
 """
 
 import argparse
@@ -134,29 +124,21 @@ def summarize(pairs: list[dict]) -> list[dict]:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    table = [["script", "row", "off us", "with us", "bias", "min-max", "seeds"]]
-    for row in rows:
-        bias = row["bias"]
-        table.append(
-            [
-                row["script"],
-                row["row"],
-                tables.short(1e6 * row["off_seconds"]),
-                tables.short(1e6 * row["on_seconds"]),
-                f"{bias['mean']:+.1%}",
-                f"{bias['min']:+.1%} to {bias['max']:+.1%}",
-                str(row["seeds"]),
-            ]
-        )
-    return table
+    columns = {
+        "off us": lambda row: tables.short(1e6 * row["off_seconds"]),
+        "with us": lambda row: tables.short(1e6 * row["on_seconds"]),
+        "bias": lambda row: f"{row['bias']['mean']:+.1%}",
+        "min-max": lambda row: f"{row['bias']['min']:+.1%} to {row['bias']['max']:+.1%}",
+        "seeds": lambda row: str(row["seeds"]),
+    }
+    return tables.lay_out(rows, ["script", "row"], columns)
 
 
 def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     rows = ["baseline", "compile+cudagraphs" if cuda else "compile"]
     jobs = []
-    for script, lengths in sorted(speedup.lengths_of_all(cuda).items()):
-        length = "quick" if lengths.quick else "traced"
-        jobs += speedup.make_jobs([script], rows, options.seeds, length, cuda=cuda)
+    for script in sorted(speedup.SCRIPTS):
+        jobs += speedup.make_jobs([script], rows, options.seeds, "quick", cuda=cuda)
     jobs = [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", options.only)]
     return sorted(jobs, key=lambda job: (job.script, job.row))
 
@@ -190,7 +172,6 @@ def main(arguments: list[str] | None = None) -> int:
     worst = max(abs(row["bias"]["mean"]) for row in rows)
     command = processes.call("overhead.py", options, "only", "seeds")
     how = "side by side, one core each" if side_by_side else "one after the other"
-    above = [f"What the stopwatch costs, pairs {how}: {command}", *run_dirs.describe(machine)]
     below = [f"largest mean bias: {worst:.1%} (limit {LIMIT:.0%})"]
     record = {
         "schema": 2,
@@ -199,7 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": rows,
         "pairs": pairs,
     }
-    tables.write_report(options.out / "overhead", above, cells(rows), below, record)
+    title = f"What the stopwatch costs, pairs {how}"
+    tables.write_report(options.out / "overhead", title, cells(rows), record, below=below)
     return processes.say_failures(failures) or int(worst > LIMIT)
 
 

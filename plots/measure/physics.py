@@ -4,17 +4,13 @@
     python plots/measure/physics.py                      minutes; files in plots/out/
 
 Gymnasium's tasks with random actions, by one core and by all. The arms of a row take turns, a block
-of 64 steps of all worlds each, and ratios are of blocks that follow one another, so that the drift
-of a shared machine hits all alike. An arm begins all its episodes anew before each block.
+of 64 steps of all worlds each, and ratios are of blocks that follow one another. An arm begins all
+its episodes anew before each block.
 
-    physics         MuJoCoWorlds without judging: actions in, fields of MjData out; a robot that has
-                    fallen lies there until the next block
+    physics         MuJoCoWorlds without judging: actions in, fields of MjData out
     whole step      MuJoCoWorlds as a script with --compile steps it: observations, rewards, new
                     episodes
-    EnvPool         its whole step
     of EnvPool      whole step against whole step, median over the blocks
-
-Written to --out: physics.md and physics.json. Exit status 1 if EnvPool is not there.
 """
 
 import os
@@ -25,10 +21,11 @@ import gymnasium as gym
 import numpy as np
 import processes
 import program
+import rounds
 import run_dirs
 import tables
 import torch
-from tables import short, spread
+from tables import spread
 
 WORLDS = {  # per task, the numbers of worlds that are measured
     "HalfCheetah-v5": (64, 1024),
@@ -37,6 +34,7 @@ WORLDS = {  # per task, the numbers of worlds that are measured
     "Ant-v5": (64,),
     "Humanoid-v5": (64,),
 }
+BLOCKS = 15  # that count, of each arm
 BLOCK = 64  # steps of a block: a robot that has fallen takes longer, so as many for all
 
 
@@ -65,12 +63,12 @@ def make_envpool(env_id: str, num_worlds: int, threads: int):
     return pool.reset, lambda actions: pool.step(actions.double().numpy())
 
 
-def measure_row(arms: dict, num_worlds: int, space, blocks: int) -> dict:
+def measure_row(arms: dict, num_worlds: int, space) -> dict:
     """Steps/s of each block, {arm: [...]}; the first block, which compiles, does not count."""
     generator = np.random.default_rng(1)
     shape = BLOCK, num_worlds, *space.shape
     speeds = {name: [] for name in arms}
-    for block in range(blocks + 1):
+    for block in range(BLOCKS + 1):
         drawn = generator.uniform(space.low, space.high, shape)
         actions = list(torch.tensor(drawn).float())
         for name, (begin, step) in arms.items():
@@ -94,30 +92,29 @@ def summarize(row: dict, speeds: dict) -> dict:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    names = ["physics", "whole step", "EnvPool"]
-    table = [["task", "worlds", "cores", *names, "of EnvPool"]]
-    for row in rows:
-        line = [row["task"], f"{row['worlds']:,}", str(row["cores"])]
-        for name in names:
-            found = row["steps_per_second"].get(name)
-            line.append(short(found["median"]) if found else "-")
-        line.append(f"{row['of_envpool']:.2f}x" if "of_envpool" in row else "-")
-        table.append(line)
-    return table
+    def speed(arm: str):
+        return lambda row: rounds.middle(row["steps_per_second"].get(arm))
+
+    columns = {
+        "worlds": lambda row: f"{row['worlds']:,}",
+        "cores": lambda row: str(row["cores"]),
+        "physics": speed("physics"),
+        "whole step": speed("whole step"),
+        "EnvPool": speed("EnvPool"),
+        "of EnvPool": lambda row: f"{row['of_envpool']:.2f}x" if "of_envpool" in row else "-",
+    }
+    return tables.lay_out(rows, ["task"], columns)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program.make_parser(__doc__, "--out")
-    parser.add_argument("--blocks", type=program.few, default=15, help="that count, of each arm")
-    parser.add_argument("--tasks", nargs="+", choices=WORLDS, default=list(WORLDS))
-    options = parser.parse_args(arguments)
+    options = program.make_parser(__doc__, "--out").parse_args(arguments)
     torch.set_num_threads(1)  # as in the script's loop
     machine = run_dirs.measured_here(threads=1, packages=["mujoco", "envpool"])
     cores = sorted(os.sched_getaffinity(0))
     rows = []
     failures = []
-    for task in options.tasks:
-        for num_worlds in WORLDS[task]:
+    for task, numbers in WORLDS.items():
+        for num_worlds in numbers:
             for count in sorted({1, len(cores)}):
                 os.sched_setaffinity(0, cores[:count])
                 torch._dynamo.reset()
@@ -126,14 +123,14 @@ def main(arguments: list[str] | None = None) -> int:
                     arms["EnvPool"] = make_envpool(task, num_worlds, count)
                 except ImportError:
                     failures.append("EnvPool: pip install -r requirements/envpool.txt")
-                speeds = measure_row(arms, num_worlds, space, options.blocks)
+                speeds = measure_row(arms, num_worlds, space)
                 row = {"task": task, "worlds": num_worlds, "cores": count}
                 rows.append(summarize(row, speeds))
                 os.sched_setaffinity(0, cores)
-    command = processes.call("physics.py", options, "blocks", "tasks")
-    above = [f"Worlds without a policy: {command}", *run_dirs.describe(machine)]
+    command = processes.call("physics.py", options)
     record = {"schema": 1, "command": command, "machine": machine, "rows": rows}
-    tables.write_report(options.out / "physics", above, cells(rows), [], record, labels=1)
+    title = "Worlds without a policy"
+    tables.write_report(options.out / "physics", title, cells(rows), record, labels=1)
     return processes.say_failures(sorted(set(failures)))
 
 

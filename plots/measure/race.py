@@ -3,37 +3,44 @@
     bash run.sh race                                        hours; files in plots/out/
     bash run.sh race --entrants "PPO on worlds" --tasks Humanoid-v5 --seeds 1     one line of it
     taskset -c 0,2,4,6 bash run.sh race        where a core is two processors: one of each
-    python plots/measure/race.py --minutes 60 --entrants "SAC on worlds" "PPO on worlds"
 
 Every second counts from the start of the program: imports, compilation with an empty cache,
-exploration, training; only evaluations do not. Minutes are of processor time, so that one run may
-stand on each core. Nothing else may work there: it slows a run by its caches, the zoo's PPO by a
-third and more. All have one core and one thread, no GPU, and the same seeds, and are evaluated in
-Gymnasium's own environments: ten episodes by the mean action. What is made is kept, and the next
-call goes on from there.
+exploration, training; only evaluations do not. Minutes are of processor time, of the process and of
+those that it has waited for, so that one run may stand on each core. Nothing else may work there:
+it slows a run by its caches, the zoo's PPO by a third and more. All have one core and one thread,
+no GPU, and the same seeds, and are evaluated in Gymnasium's own environments: ten episodes by the
+mean action. race.json keeps what is done, and the next call goes on from there: a run that a
+changed script would make otherwise is deleted from it by hand.
 
     ours            the variants with --compile and their defaults. On worlds PPO's flags are those
                     of README, and PPO's steps such that its rate comes down within the time
     zoo             Stable-Baselines3 with the hyperparameters of RL Baselines3 Zoo, which has tuned
                     them for these tasks' v3: commit 00128b5 of DLR-RM/rl-baselines3-zoo,
                     hyperparams/{ppo,sac}.yml
-    SBX             (JAX) TQC and CrossQ with the library's defaults
+    SBX             (JAX) TQC with the library's defaults
     CleanRL         not run: a dotted line, the return of its SAC in training after 1 M steps of the
-                    v4 task as it publishes it (docs.cleanrl.dev); such a run takes hours
+                    v4 task as it publishes it (docs.cleanrl.dev)
 
-    processor       its vector instructions: those with AVX512 are faster
     after N min     return: mean of the seeds, and range. An entrant that has made its steps stays,
                     in the figure from a dot on. Where an entrant has no run of --minutes, its
                     longest shorter ones are told of
-    minutes to      until the first evaluation at the level: mean of the seeds that reach it, and
-                    how many of them do; or how long it was raced
+    minutes to      until the first evaluation at the level: mean of the seeds that reach it
 
 Written to --out: race.md, race.json, race.png and .svg, and logs/. Exit status 1 if a run failed.
 """
 
+import argparse
 import importlib
+import json
+import os
+import queue
+import re
+import shlex
 import statistics
 import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,18 +49,15 @@ import processes
 import program
 import run_dirs
 import tables
-import timed
+import tqdm
 
 LEVELS = {  # of return, that tell a robot that has learned its task from one that has not
     "HalfCheetah-v5": 8000,
     "Walker2d-v5": 4500,
     "Humanoid-v5": 5000,
-    "Hopper-v5": 3000,
-    "Ant-v5": 3500,
 }
-CLEANRL = {"HalfCheetah-v5": 9635, "Walker2d-v5": 3591, "Humanoid-v5": 4996, "Hopper-v5": 2310}
+CLEANRL = {"HalfCheetah-v5": 9635, "Walker2d-v5": 3591, "Humanoid-v5": 4996}
 PUBLISHED = "CleanRL's SAC (published; in training, 1 M steps)"
-RACED = ("HalfCheetah-v5", "Walker2d-v5", "Humanoid-v5")
 OURS = {  # entrant -> script
     "PPO on worlds": "ppo_mujoco_worlds",
     "SAC on worlds": "sac_mujoco_worlds",
@@ -65,7 +69,6 @@ LIBRARIES = {  # entrant -> package and algorithm
     "zoo's PPO": ("stable_baselines3", "PPO"),
     "zoo's SAC": ("stable_baselines3", "SAC"),
     "SBX TQC": ("sbx", "TQC"),
-    "SBX CrossQ": ("sbx", "CrossQ"),
 }
 ENTRANTS = (*OURS, *LIBRARIES)
 COLOURS = {entrant: f"C{i}" for i, entrant in enumerate(ENTRANTS)}
@@ -74,19 +77,14 @@ STEPS = {  # that PPO makes in about a minute of a core, so that it is at its en
         "HalfCheetah-v5": 1_400_000,
         "Walker2d-v5": 560_000,
         "Humanoid-v5": 180_000,
-        "Hopper-v5": 700_000,
-        "Ant-v5": 230_000,
     },
     "PPO": {
         "HalfCheetah-v5": 250_000,
         "Walker2d-v5": 200_000,
         "Humanoid-v5": 60_000,
-        "Hopper-v5": 200_000,
-        "Ant-v5": 100_000,
     },
 }
-LARGE = {"num_steps": 64, "desired_kl": 0.02}  # PPO on worlds of robots with four limbs
-FLAGS = {("PPO on worlds", "Ant-v5"): LARGE, ("PPO on worlds", "Humanoid-v5"): LARGE}
+FLAGS = {("PPO on worlds", "Humanoid-v5"): {"num_steps": 64, "desired_kl": 0.02}}
 ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
     "HalfCheetah-v5": {
         "batch_size": 64,
@@ -121,19 +119,12 @@ ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
         "max_grad_norm": 2,
         "vf_coef": 0.431892,
     },
-    "Hopper-v5": {
-        "batch_size": 32,
-        "gamma": 0.999,
-        "learning_rate": 9.80828e-05,
-        "ent_coef": 0.00229519,
-        "clip_range": 0.2,
-        "n_epochs": 5,
-        "gae_lambda": 0.99,
-        "max_grad_norm": 0.7,
-        "vf_coef": 0.835671,
-    },
 }
-WIDE = ("HalfCheetah-v5", "Humanoid-v5", "Hopper-v5")  # the zoo's networks of 256 for PPO
+WIDE = ("HalfCheetah-v5", "Humanoid-v5")  # the zoo's networks of 256 for PPO
+VERSIONS = re.compile("^versions (.*)$", re.MULTILINE)
+PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sbx-rl", "jax")
+# on a line of its own or after the progress bar
+LINE = re.compile(r"after ([\d.]+) min: (\d+) \w+, return (\S+)$", re.MULTILINE)
 
 
 def moments(minutes: int) -> list[float]:
@@ -143,6 +134,71 @@ def moments(minutes: int) -> list[float]:
 
 
 # Workers
+
+
+class Clock:
+    """Seconds of processor time since the process began, or since a new start."""
+
+    def __init__(self):
+        self.left_out = 0.0
+
+    def seconds(self) -> float:
+        times = os.times()
+        mine = times.user + times.system
+        of_children = times.children_user + times.children_system
+        return mine + of_children - self.left_out
+
+    def go_back(self, seconds: float) -> None:
+        """What has passed since it showed these seconds does not count."""
+        self.left_out += self.seconds() - seconds
+
+
+def say(seconds: float, steps: int, mean_return: float) -> None:
+    """Tells an evaluation, as `read` finds it."""
+    print(f"after {seconds / 60:.2f} min: {steps} steps, return {mean_return:.1f}", flush=True)
+
+
+def read(log: Path) -> dict:
+    """{evaluations: [[minutes, steps, return], ...], versions}; ValueError without."""
+    text = log.read_text(errors="replace")
+    found = LINE.findall(text)
+    if not found:
+        raise ValueError("was not evaluated")
+    evaluations = [list(map(float, numbers)) for numbers in found]
+    versions = VERSIONS.search(text)
+    return {"evaluations": evaluations, "versions": json.loads(versions[1]) if versions else {}}
+
+
+def train_and_evaluate(script, args, moments: list[float]) -> None:
+    """Trains by a script of ours, a module, and evaluates after each of these minutes.
+
+    It ends after the last of them, or when its steps are made.
+    """
+    clock = Clock()
+    waiting = list(moments)
+    shown = 0.0  # by the clock, when an evaluation begins
+
+    class TimedRun(script.Run):
+        def due(self, every, at_end=False):
+            """An evaluation after each of the moments and at the end."""
+            nonlocal shown
+            if every != self.flags["eval_every"]:
+                return super().due(every, at_end)
+            shown = clock.seconds()
+            return shown >= 60 * waiting[0] or self.step >= self.total_steps
+
+        def write(self, row, step=None):
+            super().write(row, step)
+            if "charts/eval_return" not in row:
+                return
+            clock.go_back(shown)
+            say(shown, self.step, row["charts/eval_return"])
+            while waiting and shown >= 60 * waiting[0]:
+                waiting.pop(0)
+            self.ending = self.ending or not waiting
+
+    script.Run = TimedRun
+    script.main(args)
 
 
 def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
@@ -160,7 +216,7 @@ def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
         compile=True,
         **flags,
     )
-    timed.train(script, args, moments(minutes))
+    train_and_evaluate(script, args, moments(minutes))
 
 
 def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
@@ -169,7 +225,7 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize
 
-    clock = timed.Clock()
+    clock = Clock()
     waiting = moments(minutes)
     package, algorithm = LIBRARIES[entrant]
     normalized = algorithm == "PPO"
@@ -186,7 +242,7 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
             mean_return, _ = evaluate_policy(self.model, test_env, 10)
             test_env.close()
             clock.go_back(shown)
-            timed.say(shown, self.num_timesteps, mean_return)
+            say(shown, self.num_timesteps, mean_return)
             waiting.pop(0)
             return bool(waiting)
 
@@ -211,6 +267,85 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
     on = {"device": "cpu"} if package == "stable_baselines3" else {}
     agent = make("MlpPolicy", env, seed=seed, **settings, **on)
     agent.learn(10**9, callback=Evaluation())
+
+
+# All runs
+
+
+def make(wanted: list[tuple], options: argparse.Namespace) -> tuple[list[dict], list[str]]:
+    """Makes those runs (entrant, task, seed) that are not yet in race.json.
+
+    Returns all runs in the file, also of other lengths, and what went wrong.
+    """
+    path = options.out / "race.json"
+
+    def kept() -> list[dict]:
+        return run_dirs.read_json(path)["runs"] if path.exists() else []
+
+    try:
+        mine = [run for run in kept() if run["minutes"] == options.minutes]
+    except run_dirs.DAMAGED as problem:
+        raise SystemExit(f"error: {run_dirs.shown(path)}: {problem}") from None
+    made = {(run["entrant"], run["task"], run["seed"]) for run in mine}
+    wanted = [run for run in wanted if run not in made]
+    cores: queue.Queue = queue.Queue()
+    for core in os.sched_getaffinity(0):
+        cores.put(core)
+    failures = []
+    writing = threading.Lock()
+    interrupted = threading.Event()
+    bar = tqdm.tqdm(total=len(wanted), unit="run")
+
+    def go_on(log: Path) -> None:
+        if interrupted.is_set():
+            raise ValueError("was interrupted")
+
+    def work(run: tuple) -> None:
+        entrant, task, seed = run
+        name = re.sub(r"\W+", "-", f"race-{entrant}-{task}-{seed}")
+        log = options.out / "logs" / f"{name}.log"
+        python = options.field_python if entrant in LIBRARIES else sys.executable
+        command = [python, "plots/measure/race.py", "--worker", entrant]
+        command += ["--tasks", task, "--seed", str(seed), "--minutes", str(options.minutes)]
+        here = run_dirs.this_machine()
+        here["cpu"]["threads"] = 1
+        here |= {"gpu": None, "gpu_driver": None}  # none is used
+        core = cores.get()
+        try:
+            pinned = ["taskset", "-c", str(core), *command]
+            with tempfile.TemporaryDirectory() as cache:
+                environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+                environment["TMPDIR"] = cache  # where the compiler also keeps its headers
+                environment["TORCHINDUCTOR_CACHE_DIR"] = cache  # or one that the user has exported
+                environment["CUDA_VISIBLE_DEVICES"] = ""
+                status = processes.run_logged(pinned, log, go_on, environment)
+            found = processes.read_log(status, log, f"{entrant}, {task}, seed {seed}", read)
+        except ValueError as failure:
+            failures.append(str(failure))
+            return
+        finally:
+            cores.put(core)
+        here["versions"] |= found.pop("versions")
+        result = {
+            "entrant": entrant,
+            "task": task,
+            "seed": seed,
+            "minutes": options.minutes,
+            **found,
+        }
+        result["machine"] = run_dirs.machine([here])
+        with writing:
+            bar.update()
+            tables.write_json(path, {"schema": 1, "runs": [*kept(), result]})
+
+    with bar, ThreadPoolExecutor(cores.qsize()) as pool:
+        try:
+            list(pool.map(work, wanted))
+        except BaseException:
+            interrupted.set()  # which the threads see, and end their runs
+            pool.shutdown(cancel_futures=True)
+            raise
+    return kept(), failures
 
 
 # Reduction
@@ -302,17 +437,17 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
                 # what has made its steps stays, so that a mean is over the same seeds
                 times = np.append(times, max(times[-1], run["minutes"]))
                 returns = np.append(returns, returns[-1])
-                values.append(curves.on_grid(grid, times, returns))
+                values.append(np.interp(grid, times, returns, left=np.nan))
             values = np.array(values)
             known = np.isfinite(values).any(0)
             colour = COLOURS[entrant]
             style = "-" if entrant in OURS else "--"
-            middle = curves.mean_of_known(values)
-            ax.plot(grid, middle, style, color=colour)
-            ends[entrant] = middle[known][-1]
+            middle = np.nanmean(values[:, known], axis=0)
+            ax.plot(grid[known], middle, style, color=colour)
+            ends[entrant] = middle[-1]
             end = max(run["evaluations"][-1][0] for run in mine)
             if end < 0.95 * mine[0]["minutes"]:  # it has made its steps
-                ax.plot(end, np.interp(end, grid, middle), "o", color=colour, markersize=4)
+                ax.plot(end, np.interp(end, grid[known], middle), "o", color=colour, markersize=4)
             low = np.nanmin(values[:, known], axis=0)
             high = np.nanmax(values[:, known], axis=0)
             ax.fill_between(grid[known], low, high, color=colour, alpha=0.15, linewidth=0)
@@ -342,39 +477,49 @@ def spread_out(places: dict[str, float], apart: float) -> dict[str, float]:
     return moved
 
 
+def report(runs: list[dict], told: list[dict], minutes: int, rows: list[dict], out: Path) -> None:
+    """Writes all runs in the file, and the table of those that are told of."""
+    words = ["python", "plots/measure/race.py", "--minutes", str(minutes)]
+    words += ["--seeds", str(max((run["seed"] for run in told), default=1))]
+    for option, key in (("--entrants", "entrant"), ("--tasks", "task")):
+        words += [option, *dict.fromkeys(run[key] for run in told)]
+    command = shlex.join(words)
+    lines = []
+    for run in told:  # not the load: minutes are of processor time
+        lines += run_dirs.describe(run["machine"] | {"load_average_1min": None})
+    lengths = " or ".join(map(str, sorted({run["minutes"] for run in told})))
+    above = [*dict.fromkeys(lines)]
+    above.append(f"{lengths} minutes per run, in processor time, a core each")
+    table = cells(rows)
+    record = {"schema": 1, "command": command, "table": table, "rows": rows, "runs": runs}
+    tables.write_report(out / "race", "The race, as far as it is made", table, record, above)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
     parser.set_defaults(seeds=2)
     parser.add_argument("--minutes", type=program.few, default=30, help="per run")
     parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, default=list(ENTRANTS))
-    parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=list(RACED))
+    parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--worker", choices=ENTRANTS, help="internal: one run")
     options = parser.parse_args(arguments)
     if options.worker:
-        timed.say_versions()
+        print(f"versions {json.dumps(run_dirs.versions(PACKAGES))}", flush=True)
         train = train_ours if options.worker in OURS else train_library
         (task,) = options.tasks
         train(options.worker, task, options.seed, options.minutes)
         return 0
-    theirs = [name for name in options.entrants if name in LIBRARIES]
-    if theirs:
+    if set(options.entrants) & LIBRARIES.keys():
         processes.check_field(parser, options, "race")
-    wanted = timed.plan(options.entrants, options)
-    for task in options.tasks:
-        if "zoo's PPO" in options.entrants and task not in ZOO:
-            wanted = [run for run in wanted if run[:2] != ("zoo's PPO", task)]
-            print(f"the zoo has tuned no PPO for {task}", file=sys.stderr)
-
-    def python(name: str) -> str | None:
-        return options.field_python if name in LIBRARIES else None
-
-    runs, failures = timed.make("entrant", wanted, options, python)
+    wanted = []
+    for seed in range(1, options.seeds + 1):  # each seed of all before the next one
+        for task in options.tasks:
+            wanted += [(entrant, task, seed) for entrant in options.entrants]
+    runs, failures = make(wanted, options)
     mine = longest(runs, options.minutes)
-    rows = summarize(mine, options.minutes)
-    stem = options.out / "race"
     if mine:
-        draw(mine, options.minutes, stem)
-    timed.report("entrant", "The race", runs, mine, options.minutes, cells(rows), rows, stem)
+        draw(mine, options.minutes, options.out / "race")
+    report(runs, mine, options.minutes, summarize(mine, options.minutes), options.out)
     return processes.say_failures(failures)
 
 

@@ -1,4 +1,4 @@
-"""What field, growth, ablation and devices share: rounds in which all take turns, and a table.
+"""What programs share that compare: rounds in which all take turns, and a table.
 
 Each run is a process of its own, one at a time; round n has seed n, and a ratio of speeds is of
 runs of one round, so that the drift of a shared machine hits both alike.
@@ -83,15 +83,7 @@ def cells(rows: list[dict], title: str, columns: dict[str, Callable[[dict], str]
         **columns,
         "warm-up s": lambda row: middle(row["warmup_seconds"]),
     }
-    table = [[title, *columns]]
-    for row in rows:
-        if "skipped" in row:
-            line = [f"skipped: {row['skipped']}"]
-            line += [""] * (len(columns) - 1)
-        else:
-            line = [cell(row) for cell in columns.values()]
-        table.append([row[title], *line])
-    return table
+    return tables.lay_out(rows, [title], columns)
 
 
 def ratio(name: str) -> Callable[[dict], str]:
@@ -107,10 +99,8 @@ def report(
     for results in record["rounds"]:
         configs += [result["config"] for result in results.values() if "config" in result]
     if configs:
-        title, *others = above
-        hardware = run_dirs.machine(configs)
-        above = [f"{title}: {record['command']}", *run_dirs.describe(hardware), *others]
+        title, *above = above
         below = [f"logs: {run_dirs.shown(options.out / 'logs')}/"]
-        record = {"schema": 1, "machine": hardware} | record
-        tables.write_report(options.out / name, above, table, below, record, labels=1)
+        record = {"schema": 1, "machine": run_dirs.machine(configs)} | record
+        tables.write_report(options.out / name, title, table, record, above, below, labels=1)
     return processes.say_failures(record["failures"])

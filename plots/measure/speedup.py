@@ -3,35 +3,27 @@
     python plots/measure/speedup.py --quick                 six scripts, a run per row: minutes
     python plots/measure/speedup.py --full                  every script, 3 seeds, full length: days
     python plots/measure/speedup.py --full --only 'ppo*compile' --seeds 1 --steps 100000
-    python plots/measure/speedup.py --table-only runs/...   table and figures of runs that exist
 
-Every run is a process of its own, one at a time, and the rows take turns (A B C, A B C), so that
-the drift of a shared machine hits all alike; round n has seed n. --quick makes runs that are too
-short to learn anything, longer ones on a GPU, and leaves out the row eager. --full goes on where it
-stopped: a run that is finished, with the same command, on the same machine and versions, by a
-script that has not changed since, is kept. --only takes the runs whose "SCRIPT ROW" matches, of all
-scripts and rows. With --full or a GPU, what a step's time is spent on comes from a short run per
-row that is traced. All numbers come from config.json and stages.json of the runs:
+Every run is a process of its own, one at a time, and the rows take turns, so that the drift of a
+shared machine hits all alike; round n has seed n. --quick makes runs that are too short to learn
+anything, longer ones on a GPU, and leaves out the row eager. --full goes on where it stopped: a run
+that is finished, with the same command, on the same machine and versions, by a script that has not
+changed since, is kept. With --full or a GPU, a short run per row is traced.
 
     steps/s         mean over the seeds, and range, of the steady environment steps per second
     speed-up        ratio of that mean to the baseline's, both over the rounds that both have
-    warm-up s       what steps/s leaves out: random exploration, compilation and capture, but not
-                    the imports. `first` is the row's first run, for which --full empties the
-                    compiler's cache, but for headers that all rows share; --quick takes the cache
-                    as it is. `best` is the fastest
+    warm-up s       random exploration, compilation and capture, but not the imports. `first` is the
+                    row's first run, for which --full empties the compiler's cache
     all steps/s     mean of all steps / all seconds
 
-Written to plots/out/: speedup.md and .json, the figures speedup, breakdown, utilization, of traced
-runs breakdown_stages and, not with --quick, curves_learning, with what else plots/curves.py,
-plots/breakdown.py and plots/utilization.py make of the runs, and logs/ with what each run printed.
-Exit status 1 if a run failed; the others count nevertheless.
+Written to --out: speedup.md and .json, the figures speedup, breakdown, utilization and, not with
+--quick, curves_learning, and logs/. Exit status 1 if a run failed; the others count nevertheless.
 """
 
 import argparse
 import fnmatch
 import io
 import re
-import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -49,6 +41,7 @@ from run_dirs import ROOT, ROWS, VARIANT, Run, read_runs, shown, this_machine
 from tables import in_units, spread
 
 TRACED = ["--stopwatch", "trace"]
+UTILIZED = ("ppo_continuous_action", "ppo_mujoco_worlds")  # those that --quick draws
 
 
 class Lengths(NamedTuple):
@@ -101,10 +94,6 @@ ON_A_GPU = {  # in their place: a row that is captured would be over in less tha
 }
 
 
-def lengths_of_all(cuda: bool) -> dict[str, Lengths]:
-    return SCRIPTS | ON_A_GPU if cuda else SCRIPTS
-
-
 class Job(NamedTuple):
     """A run to make: its row of the table, its command and its length."""
 
@@ -122,9 +111,8 @@ class Job(NamedTuple):
 
 
 def timed(runs: list[Run]) -> list[Run]:
-    """The runs that tell a script's speed: traced ones only where it has no others."""
-    plain = {run.script for run in runs if not traced(run)}
-    return [run for run in runs if not traced(run) or run.script not in plain]
+    """The runs that tell a script's speed."""
+    return [run for run in runs if not traced(run)]
 
 
 def traced(run: Run) -> bool:
@@ -172,30 +160,16 @@ def summarize(runs: list[Run], names: list[str]) -> list[dict]:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    """The table, heading first, as text."""
-    heading = ["script", "row", "steps/s", "min-max", "speed-up"]
-    heading += ["warm-up s first", "best", "all steps/s", "runs"]
-    table = [heading]
-    for row in rows:
-        if "skipped" in row:
-            table.append([row["script"], row["row"], f"skipped: {row['skipped']}", *[""] * 6])
-            continue
-        steady = row["sps_steady"]
-        warmup = row["warmup_seconds"]
-        table.append(
-            [
-                row["script"],
-                row["row"],
-                f"{steady['mean']:,.1f}",
-                f"{steady['min']:,.1f}-{steady['max']:,.1f}",
-                f"{row['speedup']:.2f}x" if row["speedup"] else "-",
-                f"{warmup['first']:.1f}",
-                f"{warmup['best']:.1f}",
-                f"{row['sps']['mean']:,.1f}",
-                str(len(row["runs"])),
-            ]
-        )
-    return table
+    columns = {
+        "steps/s": lambda row: f"{row['sps_steady']['mean']:,.1f}",
+        "min-max": lambda row: "{min:,.1f}-{max:,.1f}".format(**row["sps_steady"]),
+        "speed-up": lambda row: f"{row['speedup']:.2f}x" if row["speedup"] else "-",
+        "warm-up s first": lambda row: f"{row['warmup_seconds']['first']:.1f}",
+        "best": lambda row: f"{row['warmup_seconds']['best']:.1f}",
+        "all steps/s": lambda row: f"{row['sps']['mean']:,.1f}",
+        "runs": lambda row: str(len(row["runs"])),
+    }
+    return tables.lay_out(rows, ["script", "row"], columns)
 
 
 def run_all(jobs: list[Job], logs: Path, empty: bool) -> tuple[list[Run], list[str]]:
@@ -233,7 +207,7 @@ def make_jobs(
 ) -> list[Job]:
     """Round by round, so that rows take turns; `length` is that of Lengths, or full."""
     jobs = []
-    known = lengths_of_all(cuda)
+    known = SCRIPTS | ON_A_GPU if cuda else SCRIPTS
     for seed in range(1, seeds + 1):
         for script in scripts:
             lengths = known[script]
@@ -314,14 +288,15 @@ def draw_speedups(rows: list[dict], runs: list[Run], out: Path) -> list[Path]:
     return curves.save(figure, out / "speedup")
 
 
-def draw_figures(runs: list[Run], rows: list[dict], out: Path, learned: bool) -> None:
+def draw_figures(runs: list[Run], rows: list[dict], out: Path, quick: bool) -> None:
     """What this program, plots/curves.py and plots/breakdown.py make of these runs."""
     import breakdown
     import curves
     import utilization
 
-    files = breakdown.write(runs, out) + utilization.write(timed(runs), out)
-    if learned:
+    files = breakdown.write(runs, out)
+    files += utilization.write(timed(runs), out, scripts=UTILIZED if quick else ())
+    if not quick:
         files += curves.write(timed(runs), out)
     if any(row.get("speedup") for row in rows):
         files += draw_speedups(rows, runs, out)
@@ -329,10 +304,14 @@ def draw_figures(runs: list[Run], rows: list[dict], out: Path, learned: bool) ->
 
 
 def write_table(
-    runs: list[Run], rows: list[dict], failures: list[str], protocol: str, call: str, out: Path
+    runs: list[Run], rows: list[dict], failures: list[str], options: argparse.Namespace
 ) -> None:
     """speedup.md and .json, with the speeds of the runs that `timed` chooses."""
     spent = timed(runs)
+    out = options.out
+    protocol = "quick" if options.quick else "full"
+    names = ("quick", "full", "only", "seeds", "steps", "tiny")
+    call = processes.call("speedup.py", options, *names)
     record = {
         "schema": 1,
         "protocol": protocol,
@@ -342,13 +321,25 @@ def write_table(
         "failures": failures,
         "traced": [shown(run.path) for run in runs if traced(run)],
     }
-    above = [f"Speed-up table ({protocol}): {call}", *run_dirs.describe(record["machine"])]
+    above = []
     for script, args in {run.script: run.config["args"] for run in spent}.items():
         above.append(f"{script}: {args['env_id']}, {args['total_timesteps']:,} steps per run")
     below = [f"runs: {', '.join(sorted({shown(run.path.parent) for run in runs}))}/"]
     if (out / "logs").exists():
         below.append(f"logs: {shown(out / 'logs')}/")
-    tables.write_report(out / "speedup", above, cells(rows), below, record)
+    title = f"Speed-up table ({protocol})"
+    tables.write_report(out / "speedup", title, cells(rows), record, above, below)
+
+
+def report(runs: list[Run], failures: list[str], options: argparse.Namespace) -> int:
+    """Table and figures of these runs; the exit status."""
+    if timed(runs):
+        rows = summarize(timed(runs), protocol_rows(options))
+        with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
+            write_table(runs, rows, failures, options)
+            draw_figures(runs, rows, options.out, options.quick)
+        print(said.getvalue(), end="")
+    return processes.say_failures(failures)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -356,8 +347,6 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--quick", action="store_true", help="README's six scripts; minutes")
     what.add_argument("--full", action="store_true", help="every script at full length")
-    folders = program.OPTIONS["runs"]
-    what.add_argument("--table-only", metavar="RUNS_DIR", help="run nothing", **folders)
     parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
     parser.add_argument(
         "--tiny", action="store_true", help="with --quick: speeds that mean nothing"
@@ -365,43 +354,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.tiny and (options.only or not options.quick):
         parser.error("--tiny is for the scripts of --quick")
-
-    failures: list[str] = []
-    if options.table_only:
-        protocol = "table only"
-        words = ["python", "plots/measure/speedup.py", "--table-only"]
-        call = shlex.join([*words, *map(shown, options.table_only)])
-        runs, skipped = read_runs(options.table_only)
-        for line in skipped:
-            print(f"skipped: {line}", file=sys.stderr)
-        if not runs:
-            parser.error(f"no finished runs in {', '.join(map(shown, options.table_only))}")
-    else:
-        here = this_machine()
-        jobs = plan(options, here["gpu"] is not None)
-        if not jobs:
-            parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
-        protocol = "quick" if options.quick else "full"
-        names = ("quick", "full", "only", "seeds", "steps", "tiny")
-        call = processes.call("speedup.py", options, *names)
-        kept = finished(jobs, here) if options.full else {}
-        for name, run in kept.items():
-            print(f"kept: {name}, {shown(run.path)}")
-        jobs = [job for job in jobs if job.name not in kept]
-        print(f"{len(jobs)} runs, {sum(job.steps for job in jobs):,} environment steps in all")
-        runs, failures = run_all(jobs, options.out / "logs", empty=options.full)
-        runs = [*kept.values(), *runs]
-
-    if reason := run_dirs.incomparable(timed(runs)):
-        processes.say_failures(failures)
-        parser.error(f"these runs make no table: {reason}; --table-only takes those that do")
-    if runs:
-        rows = summarize(timed(runs), protocol_rows(options))
-        with redirect_stdout(io.StringIO()) as said:  # where nobody reads, all is written first
-            write_table(runs, rows, failures, protocol, call, options.out)
-            draw_figures(runs, rows, options.out, learned=protocol != "quick")
-        print(said.getvalue(), end="")
-    return processes.say_failures(failures)
+    here = this_machine()
+    jobs = plan(options, here["gpu"] is not None)
+    if not jobs:
+        parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
+    kept = finished(jobs, here) if options.full else {}
+    for name, run in kept.items():
+        print(f"kept: {name}, {shown(run.path)}")
+    jobs = [job for job in jobs if job.name not in kept]
+    print(f"{len(jobs)} runs, {sum(job.steps for job in jobs):,} environment steps in all")
+    runs, failures = run_all(jobs, options.out / "logs", empty=options.full)
+    return report([*kept.values(), *runs], failures, options)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,9 @@ and what a faster simulator or a faster backend would buy:
     simulators      its figure 7: PPO with --compile on CartPoles that are tensors, HalfCheetah,
                     Humanoid and, where EnvPool is installed, Pong
 
-Each is a short traced run, with one of torch's threads; one that is finished, of the same machine
-and versions, is kept. A stopwatch of ours stands around what Stable-Baselines3 calls: its
-environment's step, its policy's choice of an action, its replay buffer and its train, so that the
-rest is its loop and callbacks.
-
-Written to --out: survey_NAME.md and .json with the shares, what could be gained at most, and the
-figure survey_NAME_stages. Exit status 1 if a run failed.
+Each is a short traced run; one that is finished, of the same machine and versions, is kept. A
+stopwatch of ours stands around what Stable-Baselines3 calls, so that the rest is its loop and
+callbacks. Written to --out: survey_NAME.md and .json, and the figure survey_NAME_stages.
 """
 
 import argparse
