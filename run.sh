@@ -24,8 +24,9 @@ bash run.sh race [arguments]     what each has learned after minutes of one core
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in minutes
 bash run.sh figures [arguments]  the figures of our sources that this machine can make, in twenty
                                  to forty minutes; --list says which, and what needs a GPU
-bash run.sh gpu                  with a GPU: its tests, the quick table, profiles, devices, the study
-                                 and a page about them; --rehearse is the same, tiny, without one
+bash run.sh gpu [arguments]      half an hour of a GPU: tests, speeds in turns, traces, learning, and
+                                 a page; --minutes 10 is a part, after which it goes on. --rehearse
+                                 is the same, tiny, without a GPU
 bash run.sh test [arguments]     the tests, in a process per core, four at most. Arguments go to
                                  pytest: --slow runs all of them, -n 0 --pdb in one process. With
                                  --triton first also those of a GPU's kernels, 250 MB to install
@@ -153,7 +154,7 @@ case $command in
     study) needs+=(requirements/study.txt) ;;
     figures) needs+=(requirements/{study,envpool}.txt) ;;
     gpu)
-        [[ ${1:-} == --rehearse ]] || check_device "${active:-.venv}/bin/python"
+        [[ " $* " == *" --rehearse "* ]] || check_device "${active:-.venv}/bin/python"
         needs+=(requirements/{study,test}.txt)
         ;;
     test)
@@ -186,7 +187,7 @@ case $command in
     study) exec "$python" plots/measure/env_scaling.py "$@" ;;
     figures) exec "$python" plots/measure/figures.py "$@" ;;
     gpu)
-        [[ ${1:-} == --rehearse ]] || check_device "$python"
+        [[ " $* " == *" --rehearse "* ]] || check_device "$python"
         exec "$python" plots/measure/gpu.py "$@"
         ;;
     field | race)

@@ -42,7 +42,14 @@ def runs(tmp_path):
 def report_of(folder):
     """Of the runs in a folder."""
     out = folder.parent / "out"
-    given = {"quick": False, "full": True, "only": None, "seeds": None, "steps": None}
+    given = {
+        "quick": False,
+        "full": True,
+        "only": None,
+        "seeds": None,
+        "steps": None,
+        "limit": None,
+    }
     options = argparse.Namespace(out=out, tiny=False, **given)
     found, _ = run_dirs.read_runs([folder])
     return speedup.report(found, [], options)
@@ -227,12 +234,19 @@ def test_a_run_on_worlds_is_not_kept_when_the_worlds_have_changed(tmp_path, monk
 
 
 def plan(cuda=False, **options):
-    given = {"quick": True, "full": False, "only": None, "seeds": None, "steps": None}
+    given = {
+        "quick": True,
+        "full": False,
+        "only": None,
+        "seeds": None,
+        "steps": None,
+        "limit": None,
+    }
     return speedup.plan(argparse.Namespace(**given | {"tiny": False} | options), cuda)
 
 
 def test_only_narrows_and_refuses_what_matches_nothing(tmp_path, capsys):
-    found = plan(only="sac_cont* [be]*", seeds=1)
+    found = plan(only=["sac_cont* [be]*"], seeds=1)
     assert {(job.script, job.row) for job in found} == {(SCRIPT, "baseline"), (SCRIPT, "eager")}
     with pytest.raises(SystemExit):
         speedup.main(["--full", "--only", "dqn*", "--out", str(tmp_path)])
@@ -267,7 +281,7 @@ def test_traces_of_many_operators_are_short():
 
 
 def test_steps_can_be_given():
-    jobs = plan(only="*baseline", steps=70)
+    jobs = plan(only=["*baseline"], steps=70)
     assert all(job.steps == 70 and "70" in job.command for job in jobs)
 
 

@@ -31,6 +31,7 @@ import run_dirs
 import torch
 import torch._inductor
 import tqdm
+from torch import nn
 
 WHOLE = "all tricks"
 SLICE = None if torch.cuda.is_available() else 0.5  # seconds that one runs before the next
@@ -224,6 +225,25 @@ def patch_vector(module) -> None:
     module.PPO.update = update
 
 
+def patch_layers(module) -> None:
+    """A product per layer and network, from the same vector."""
+
+    def stacked_model(self, obs):
+        parts = self.flat.split([shape.numel() for shape in map(torch.Size, self.shapes)])
+        parts = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        *hidden, critic, actor, critic_bias, actor_bias, log_std = parts
+        heads = ((critic, critic_bias), (actor, actor_bias))
+        found = []
+        for i, head in enumerate(heads):
+            weight1, bias1, weight2, bias2 = (part[i] for part in hidden)
+            x = nn.functional.linear(obs, weight1, bias1[0]).tanh()
+            x = nn.functional.linear(x, weight2, bias2[0]).tanh()
+            found.append(nn.functional.linear(x, *head))
+        return found[1], log_std, found[0].squeeze(-1)
+
+    module.PPO.stacked_model = stacked_model
+
+
 OFF_POLICY = {
     "critics stacked by vmap": patch_stacking,
     "replay in one tensor, one gather": patch_replay,
@@ -236,6 +256,7 @@ ON_POLICY = {
     "lean vector environment": patch_vector_env,
     "advantages in log2(T) steps": patch_advantages,
     "parameters in one vector": patch_vector,
+    "critic and actor stacked": patch_layers,
     "an Adam that compiles": patch_optimizer,
 }
 # tricks that change nothing without --compile

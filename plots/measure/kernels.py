@@ -12,20 +12,20 @@ iterations of the training loop, long after all is compiled:
     Inductor        launches of Triton kernels
     products        calls of libraries: cuBLAS on a GPU, ATen here
     others          operators outside of compiled code that are not views: at most a kernel each
-    with graphs     replays, the copies of their inputs, one per type, and what is outside of
-                    captured functions
     MB              that these read and write, each argument once
-    to GPU, to host copies that Python asks for
-    waits           how often Python waits until the GPU has done all; with graphs and logging, in
-                    the rehearsal of the path of CUDA (tests/cuda_rehearsal.py)
+
+and, in the rehearsal of the path of CUDA (tests/cuda_rehearsal.py), with graphs and with logging:
+
+    with graphs     replays, and operators outside of graphs
+    to GPU, to host copies that Python asks for, of those
+    waits           how often Python waits for the GPU
 
 us on an H100 is arithmetic: kernels at 2 to 3 us per node of a graph and MB at 3.35 TB/s. The
 physics of worlds is not in it. There are as many updates per step as by default, of shorter
 rollouts, but a quarter of them of SAC's worlds. CartPoles are 64, PPO's worlds 8, games 2.
 
 A --peer is a name and a command: the steps of an iteration, an interpreter that has Triton and the
-packages of another project, a script of it whose main loop has a bar of tqdm, its flags. What it
-gives to tensordict's CudaGraphModule is taken for captured.
+packages of another project, a script of it whose main loop has a bar of tqdm, its flags.
 """
 
 import argparse
@@ -37,7 +37,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +49,12 @@ from run_dirs import ROOT
 
 NODE_US = (2, 3)  # of a kernel in a graph, on H100s: shared by many reports, measured nowhere here
 BYTES_PER_SECOND = 3.35e12
-TRANSFERS = {"uploads": "to GPU", "downloads": "to host", "waits": "waits"}
+WITH_GRAPHS = {
+    "launches": "with graphs",
+    "uploads": "to GPU",
+    "downloads": "to host",
+    "waits": "waits",
+}
 HALFCHEETAH = ["--env-id", "HalfCheetah-v5"]
 OFF_POLICY = [*HALFCHEETAH, "--learning-starts", "20", "--buffer-size", "1000"]
 ON_POLICY = [*HALFCHEETAH, "--num-steps", "256", "--num-minibatches", "4"]
@@ -59,16 +63,13 @@ ATARI = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--up
 WORLDS = ["--env-id", "worlds/HalfCheetah-v5", "--physics", "c"]
 PPO_WORLDS = [*WORLDS, "--num-envs", "8", "--num-steps", "16", "--num-minibatches", "2"]
 SAC_WORLDS = [*WORLDS, "--num-envs", "16", "--learning-starts", "64", "--buffer-size", "1000"]
-SETTLED = ("settle", "first_obs")
 
 
 class Script(NamedTuple):
-    """How it runs, and what of it becomes CUDA graphs."""
+    """How it runs."""
 
     flags: list[str]
     steps: int  # of all environments, per iteration
-    captured: tuple[str, ...]  # methods of the agent; `draw` of the buffer is in an update's graph
-    of_envs: tuple[str, ...] = ()  # methods of the environments
     window: tuple[int, int] = (3, 4)  # iterations: from the end of one to that of the other
     rehearsed: tuple[int, int] = (4, 5)  # the same, in the rehearsal
 
@@ -82,21 +83,14 @@ def off_policy(*args) -> Script:
 
 
 SCRIPTS = {
-    "sac_continuous_action": off_policy(OFF_POLICY, 1, ("act", "update", "draw")),
-    "td3_continuous_action": off_policy(OFF_POLICY, 1, ("act", "update", "draw")),
-    "ppo_continuous_action": Script(ON_POLICY, 256, ("prepare", "learn")),
-    "ppo_cartpole_gpu": Script(TENSORS, 64 * 8, ("roll_out", "learn")),
-    "ppo_atari_envpool": Script(ATARI, 2 * 16, ("act", "learn")),
-    "pqn_atari_envpool": Script(ATARI, 2 * 16, ("act", "learn")),
-    "ppo_mujoco_worlds": Script(PPO_WORLDS, 8 * 16, ("act", "prepare", "learn"), SETTLED),
-    "sac_mujoco_worlds": Script(
-        SAC_WORLDS,
-        16,
-        ("observe", "act", "update", "draw"),
-        SETTLED,
-        window=(6, 8),
-        rehearsed=(130, 230),
-    ),
+    "sac_continuous_action": off_policy(OFF_POLICY, 1),
+    "td3_continuous_action": off_policy(OFF_POLICY, 1),
+    "ppo_continuous_action": Script(ON_POLICY, 256),
+    "ppo_cartpole_gpu": Script(TENSORS, 64 * 8),
+    "ppo_atari_envpool": Script(ATARI, 2 * 16),
+    "pqn_atari_envpool": Script(ATARI, 2 * 16),
+    "ppo_mujoco_worlds": Script(PPO_WORLDS, 8 * 16),
+    "sac_mujoco_worlds": Script(SAC_WORLDS, 16, window=(6, 8), rehearsed=(130, 230)),
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "convolution_backward"}
 NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
@@ -107,13 +101,13 @@ NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_"}
 
 
 class Counting:
-    """Kernels, the bytes that they move, and what becomes of them in graphs, in `counts`."""
+    """Kernels, and the bytes that they move, in `counts`."""
 
     def __init__(self):
         triton_on_cpu = import_module("triton_on_cpu")  # before anything else imports Triton
         frames = import_module("torch._dynamo.convert_frame")
         self.counts = Counter()
-        self.state = {"paused": 0, "captured": 0}
+        self.pauses = 0
         launch = self.paused(triton_on_cpu.CachingAutotuner.run)
 
         def counted(kernel, *args, **kwargs):
@@ -123,51 +117,20 @@ class Counting:
         triton_on_cpu.CachingAutotuner.run = counted
         frames._compile = self.paused(frames._compile)
 
-    @contextmanager
-    def more(self, key: str):
-        self.state[key] += 1
-        try:
-            yield
-        finally:
-            self.state[key] -= 1
-
     def count(self, kind: str, moved) -> None:
         self.counts[kind] += 1
         # each once: a result may be an argument
         tensors = {id(tensor): tensor for tensor in tensors_in(moved)}
         for tensor in tensors.values():
             self.counts["bytes"] += tensor.numel() * tensor.element_size()
-        if not self.state["captured"]:
-            self.counts["outside"] += 1
 
     def paused(self, function):
         def call(*args, **kwargs):
-            with self.more("paused"):
+            self.pauses += 1
+            try:
                 return function(*args, **kwargs)
-
-        return call
-
-    def inside(self, function):
-        """Part of what another graph captures."""
-
-        def call(*args, **kwargs):
-            with self.more("captured"):
-                return function(*args, **kwargs)
-
-        return call
-
-    def captured(self, function, in_place=False):
-        """A call from outside is a replay, after copies of its inputs where these move."""
-
-        inside = self.inside(function)
-
-        def call(*args, **kwargs):
-            if not self.state["captured"]:
-                self.counts["replays"] += 1
-                if not in_place:
-                    types = {tensor.dtype for tensor in tensors_in((args, kwargs))}
-                    self.counts["copies"] += len(types)  # those of a type are one kernel
-            return inside(*args, **kwargs)
+            finally:
+                self.pauses -= 1
 
         return call
 
@@ -184,7 +147,7 @@ class Counting:
                 result = function(*args, **(kwargs or {}))
                 library, name = function._schema.name.split("::")
                 idle = function.is_view or name in NOTHING or library == "profiler"
-                if not self.state["paused"] and not idle:
+                if not self.pauses and not idle:
                     kind = "products" if name in PRODUCTS else "others"
                     self.count(kind, (args, kwargs, result))
                 return result
@@ -202,31 +165,9 @@ def tensors_in(tree) -> list:
 def count_launches(script: str) -> dict:
     """Kernels per step of all environments, and the bytes that they read and write."""
     counting = Counting()
-    captured = counting.captured
     chosen = SCRIPTS[script]
     module = load(script, ["--compile", "--no-cuda", *chosen.command(chosen.window)])
     found = watch(module, counting.counts)
-    compile_agent = module.compile_agent
-
-    def compile_and_capture(agent):
-        compile_agent(agent)
-        for name in chosen.captured:
-            if name != "draw":
-                in_place = name == "update"  # whose batch is always the buffer's
-                setattr(agent, name, captured(getattr(agent, name), in_place))
-
-    def compile_and_capture_envs(envs):
-        compile_envs(envs)
-        for name in chosen.of_envs:
-            setattr(envs, name, captured(getattr(envs, name)))
-
-    module.compile_agent = compile_and_capture
-    if chosen.of_envs:
-        worlds = import_module("mujoco_worlds").MuJoCoWorlds
-        compile_envs = worlds.compile
-        worlds.compile = compile_and_capture_envs
-    if "draw" in chosen.captured:
-        module.ReplayBuffer.draw = counting.inside(module.ReplayBuffer.draw)
     args = module.parse_args(module.Args)
     with counting.operators():
         module.main(args)
@@ -236,13 +177,11 @@ def count_launches(script: str) -> dict:
 def count_peer_launches(steps: str, *command: str) -> dict:
     """The same of another project's script, with so many `steps` per turn of its bar."""
     counting = Counting()
-    nn = import_module("tensordict.nn")
-    nn.CudaGraphModule = lambda function, **_: counting.captured(function)
     return run_peer(int(steps), command, counting.counts, counting.operators())
 
 
 def count_transfers(script: str) -> dict:
-    """Copies and waits per step of all environments, from the path of CUDA with its graphs."""
+    """Launches, copies and waits per step of all environments, with CUDA graphs."""
     rehearsal = import_module("cuda_rehearsal")
     rehearsal.install()
     chosen = SCRIPTS[script]
@@ -267,7 +206,7 @@ def count_peer_transfers(steps: str, *command: str) -> dict:
 
 def transfers_in(counts: dict) -> dict[str, float]:
     assert counts.get("replays"), "no graph has been captured"
-    return {kind: counts.get(kind, 0) for kind in TRANSFERS}
+    return {kind: counts.get(kind, 0) for kind in WITH_GRAPHS}
 
 
 def run_peer(steps: int, command: tuple, counts: Counter, context) -> dict:
@@ -374,7 +313,6 @@ def reduce(name: str, counts: dict) -> dict:
     kinds = ("Inductor", "products", "others")
     row |= {kind: counts.get(kind, 0) for kind in kinds}
     row["in all"] = sum(row[kind] for kind in kinds)
-    row["with graphs"] = sum(counts.get(kind, 0) for kind in ("replays", "copies", "outside"))
     row["bytes"] = counts["bytes"]
     moved = 1e6 * row["bytes"] / BYTES_PER_SECOND
     row["us on an H100"] = [row["in all"] * node + moved for node in NODE_US]
@@ -382,16 +320,16 @@ def reduce(name: str, counts: dict) -> dict:
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    launches = ["Inductor", "products", "others", "in all", "with graphs"]
+    launches = ["Inductor", "products", "others", "in all"]
     moved = ["MB", "us on an H100, by arithmetic"]
-    table = [["script", *launches, *moved, *TRANSFERS.values()]]
+    table = [["script", *launches, *moved, *WITH_GRAPHS.values()]]
     for row in rows:
         line = [row["script"]]
         for kind in launches:
             line.append(f"{row[kind]:.1f}")
         low, high = row["us on an H100"]
         line += [f"{row['bytes'] / 1e6:.1f}", f"{low:,.0f}-{high:,.0f}"]
-        for kind in TRANSFERS:
+        for kind in WITH_GRAPHS:
             line.append(f"{row[kind]:.2f}")
         table.append(line)
     return table

@@ -23,6 +23,7 @@ Written to --out: speedup.md and .json, the figures speedup, breakdown, utilizat
 import argparse
 import fnmatch
 import io
+import math
 import re
 import sys
 import tempfile
@@ -59,6 +60,7 @@ TINY = {  # flags of a rehearsal, in which a step takes a hundred times as long
     "ppo_mujoco_worlds": "--physics c --num-envs 8 --num-steps 16 --total-timesteps 1024",
     "sac_mujoco_worlds": "--physics c --num-envs 8 --learning-starts 100 --total-timesteps 1200",
     "ppo_cartpole_gpu": "--num-envs 64 --num-steps 16 --total-timesteps 40960",
+    "ppo_atari_envpool": "--num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 1024",
 }
 EARLY = "--learning-starts 100 --total-timesteps 600"
 OFF_POLICY = Lengths(EARLY, EARLY, 100)
@@ -172,10 +174,13 @@ def cells(rows: list[dict]) -> list[list[str]]:
     return tables.lay_out(rows, ["script", "row"], columns)
 
 
-def run_all(jobs: list[Job], logs: Path, empty: bool) -> tuple[list[Run], list[str]]:
+def run_all(
+    jobs: list[Job], logs: Path, empty: bool, limit: float = math.inf
+) -> tuple[list[Run], list[str]]:
     """Makes the runs one after the other; the finished ones, and for each other one what it was.
 
-    The compiler's cache is `empty` for a row's first run, or the user's.
+    The compiler's cache is `empty` for a row's first run, or the user's. A run ends after `limit`
+    seconds, which is no failure.
     """
     turns = []
     with tempfile.TemporaryDirectory() as caches:
@@ -183,9 +188,9 @@ def run_all(jobs: list[Job], logs: Path, empty: bool) -> tuple[list[Run], list[s
             log = logs / f"{job.name.replace(' ', '-')}.log"
             cache = Path(caches, f"{job.script}-{job.row}")
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} if empty else {}
-            keywords = {"what": job.name, "environment": environment}
+            keywords = {"what": job.name, "environment": environment, "limit": limit}
             make = partial(processes.run_and_read, job.command, log, **keywords)
-            seconds = 10 + job.steps / job.speed
+            seconds = min(10 + job.steps / job.speed, limit)
             turns.append(processes.Turn(job.name, job.steps, seconds, make))
         results, failures = processes.make_all(turns)
     return list(results.values()), failures
@@ -242,17 +247,24 @@ def plan(options: argparse.Namespace, cuda: bool) -> list[Job]:
     scripts = [script for script in scripts if script in SCRIPTS]  # not a user's copies
     if options.quick and not options.only:
         scripts = [script for script in run_dirs.SHOWN if script in scripts]
+    if options.tiny:
+        scripts = [script for script in scripts if script in TINY]
     rows = [row for row in protocol_rows(options) if cuda or "--cudagraphs" not in ROWS[row]]
     length, seeds = ("quick", 1) if options.quick else ("full", 3)
     seeds = options.seeds or seeds
     tiny = options.tiny
     long = cuda and not tiny  # a rehearsal has a CPU's lengths
-    jobs = make_jobs(scripts, rows, seeds, length, options.steps, tiny, long)
-    if long or not options.quick:
+    steps = 10**9 if options.limit and not tiny else options.steps
+    jobs = make_jobs(scripts, rows, seeds, length, steps, tiny, long)
+    if (long and not options.limit) or not options.quick:
         jobs += make_jobs(scripts, rows, 1, "traced", tiny=tiny, cuda=long)
     jobs.sort(key=lambda job: (job.seed, scripts.index(job.script), rows.index(job.row)))
-    only = "*" if options.only is None else options.only
-    return [job for job in jobs if fnmatch.fnmatch(f"{job.script} {job.row}", only)]
+    chosen = []
+    for job in jobs:
+        name = f"{job.script} {job.row}"
+        if not options.only or any(fnmatch.fnmatch(name, glob) for glob in options.only):
+            chosen.append(job)
+    return chosen
 
 
 def finished(jobs: list[Job], here: dict) -> dict[str, Run]:
@@ -310,7 +322,7 @@ def write_table(
     spent = timed(runs)
     out = options.out
     protocol = "quick" if options.quick else "full"
-    names = ("quick", "full", "only", "seeds", "steps", "tiny")
+    names = ("quick", "full", "only", "seeds", "steps", "limit", "tiny")
     call = processes.call("speedup.py", options, *names)
     record = {
         "schema": 1,
@@ -347,23 +359,27 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--quick", action="store_true", help="README's six scripts; minutes")
     what.add_argument("--full", action="store_true", help="every script at full length")
-    parser.add_argument("--only", metavar="GLOB", help="of every 'SCRIPT ROW', those that match")
+    parser.add_argument(
+        "--only", metavar="GLOB", nargs="+", help="of every 'SCRIPT ROW', those that match"
+    )
+    parser.add_argument("--limit", type=program.few, help="seconds after which a run ends")
     parser.add_argument(
         "--tiny", action="store_true", help="with --quick: speeds that mean nothing"
     )
     options = parser.parse_args(arguments)
-    if options.tiny and (options.only or not options.quick):
+    if options.tiny and not options.quick:
         parser.error("--tiny is for the scripts of --quick")
     here = this_machine()
     jobs = plan(options, here["gpu"] is not None)
     if not jobs:
-        parser.error(f"--only {options.only!r} matches no 'SCRIPT ROW'")
+        parser.error(f"--only {' '.join(options.only)} matches no 'SCRIPT ROW'")
     kept = finished(jobs, here) if options.full else {}
     for name, run in kept.items():
         print(f"kept: {name}, {shown(run.path)}")
     jobs = [job for job in jobs if job.name not in kept]
     print(f"{len(jobs)} runs, {sum(job.steps for job in jobs):,} environment steps in all")
-    runs, failures = run_all(jobs, options.out / "logs", empty=options.full)
+    limit = options.limit or math.inf
+    runs, failures = run_all(jobs, options.out / "logs", options.full, limit)
     return report([*kept.values(), *runs], failures, options)
 
 
