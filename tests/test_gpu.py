@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import gpu
 import kernels
+import metas_leanrl
 import pytest
 import torch
 import torch._dynamo.convert_frame as frames
@@ -58,6 +59,21 @@ def test_goes_on_from_where_its_time_was_up(tmp_path, monkeypatch, capsys):
     assert "a  done" in said and "c: -c" in said and "a: -c" not in said
     found = json.loads((tmp_path / "gpu.json").read_text())["steps"]
     assert [step["step"] for step in found] == ["a", "c"]
+
+
+def test_bars_of_metas_leanrl_are_read(tmp_path, monkeypatch):
+    """The median of the later half of what a bar shows; a script that fails says why."""
+    bar = "import time\nfor x in (9, 50, 60, 70):\n print(f'\\r{x}.5 sps, ', flush=True)\n"
+    (tmp_path / "leanrl").mkdir()
+    for name, text in ("sac", bar + " time.sleep(1.2)"), ("ppo", "raise SystemExit('no tensors')"):
+        (tmp_path / f"leanrl/{name}_torchcompile.py").write_text(text)
+    monkeypatch.setattr(metas_leanrl, "FLAGS", {"sac": [], "ppo": []})
+    out = tmp_path / "out"
+    command = [sys.executable, str(tmp_path), "--seconds", "4.5", "--out", str(out)]
+    assert metas_leanrl.main(command) == 0
+    rows = json.loads((out / "metas_leanrl.json").read_text())["rows"]
+    assert [row["script"] for row in rows] == ["sac", "ppo"] * 2
+    assert rows[0]["sps_steady"] in (60.5, 65.5, 70.5) and rows[1]["skipped"] == "no tensors"
 
 
 def test_a_lease_is_half_an_hour():

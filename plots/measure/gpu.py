@@ -36,7 +36,7 @@ CAPTURED = "compile+cudagraphs"
 SPEED = ["plots/measure/speedup.py", "--quick"]
 WORLDS = "leanrl/ppo_mujoco_worlds_torchcompile.py"
 MANY = ["--num-envs", "4096", "--num-steps", "16", "--total-timesteps", "1000000000"]
-FEW = ["--physics", "c", "--num-envs", "8", "--total-timesteps", "512"]
+FEW = ["--physics", "c", "--num-envs", "8", "--total-timesteps", "512", "--eval-every", "0"]
 
 
 class Step(NamedTuple):
@@ -49,7 +49,7 @@ class Step(NamedTuple):
     shows: str = FAILED  # a regular expression: the lines of its output that the page quotes
     needs: str = "torch"  # a package
     writes: bool = True  # it takes --out
-    threads: int | None = None  # of each process, where several share the cores
+    environment: dict = {}
 
 
 def speed(script: str, needs: str = "torch") -> Step:
@@ -69,13 +69,13 @@ def learning(task: str) -> Step:
 STEPS = [
     Step(
         "tests",
-        4,
+        3.5,
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests", *SHARED],
         ["-k", "captured_updates and eager-td3"],
         r"^(FAILED.*|ERROR.*|.*\d+ (?:passed|failed).*)$",
         "xdist",
         writes=False,
-        threads=2,
+        environment={"OMP_NUM_THREADS": "2"},  # of each process: several share the cores
     ),
     Step("host", 2.5, ["plots/measure/host.py"], ["--seconds", "8"]),
     speed("sac_continuous_action"),
@@ -85,8 +85,15 @@ STEPS = [
     speed("ppo_atari_envpool", "envpool"),
     speed("ppo_mujoco_worlds", "mujoco_warp"),
     speed("sac_mujoco_worlds", "mujoco_warp"),
+    Step(
+        "fused products",
+        1.2,
+        [*SPEED, "--limit", "65", "--only", f"sac_continuous_action {CAPTURED}"],
+        ["--tiny"],
+        environment={"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM": "1"},  # also what follows a product
+    ),
     Step("games", 1, ["plots/measure/games.py"], ["--seconds", "0.2"], needs="envpool"),
-    Step("traces", 2, [*SPEED, "--only", f"[ps]*_continuous_action {CAPTURED}"], ["--tiny"]),
+    Step("traces", 1.5, [*SPEED, "--only", f"[ps]*_continuous_action {CAPTURED}"], ["--tiny"]),
     Step(
         "devices",
         1.5,
@@ -122,8 +129,7 @@ def run_step(step: Step, options: argparse.Namespace, environment: dict) -> dict
         command += step.rehearsed
     log = options.out / f"logs/gpu-{name}.log"
     print(f"{step.name}: {shlex.join(command[1:])}", flush=True)
-    if step.threads:
-        environment = environment | {"OMP_NUM_THREADS": str(step.threads)}
+    environment = environment | step.environment
     begin = time.monotonic()
     limit = 60 * step.minutes * (5 if options.rehearse else 1)
     status = processes.run_logged(command, log, environment=environment, limit=limit)
@@ -174,8 +180,7 @@ def write_page(results: list[dict], problems: list[str], options: argparse.Names
     title = "A rehearsal: no number counts" if options.rehearse else "What this GPU shows"
     below = [f"CUDA would refuse: {line}" for line in problems]
     made = sorted(path for path in options.out.glob("*/*.md"))
-    names = ", ".join(map(shown, made)) or "none"
-    below.append(f"records to commit, with the GPU in their names: {names}")
+    below += [f"to commit, with the GPU in its name: {shown(path)}" for path in made]
     record = {
         "schema": 1,
         "command": processes.call("gpu.py", options, "rehearse"),
@@ -215,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "PYTHONPATH": str(ROOT / "tests/rehearsed"),
                 "REHEARSED_PROBLEMS": folder,
             }
+        problems = set()
         steps = [step for step in steps if step.name not in done and not missing(step)]
         while steps:
             step = steps.pop(0)
@@ -224,11 +230,11 @@ def main(arguments: list[str] | None = None) -> int:
             results.append(run_step(step, options, environment))
             if step.name == "traces":
                 steps = profiles(options) + steps
-            problems = set()
             for path in Path(folder).iterdir():
                 problems.update(path.read_text().splitlines())
-            join_speeds(options.out)
-            write_page(results, sorted(problems), options)
+            tables.write_json(record, {"steps": results})  # an interrupted call goes on, too
+        join_speeds(options.out)
+        write_page(results, sorted(problems), options)
     return int(any(result["status"] for result in results) or bool(problems))
 
 

@@ -59,8 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
         "machine": run_dirs.measured_here(1),
         "rows": rows,
     }
-    columns = {"steps/s": lambda row: tables.short(row["sps_steady"])}
-    found = tables.lay_out(rows, ["script", "seed"], columns)
+    columns = {
+        "steps/s": lambda row: tables.short(row["sps_steady"]),
+        "seed": lambda row: str(row["seed"]),
+    }
+    found = tables.lay_out(rows, ["script"], columns)
     tables.write_report(options.out / "metas_leanrl", "Meta's LeanRL", found, record)
     return 0
 
