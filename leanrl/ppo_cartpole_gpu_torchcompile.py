@@ -641,6 +641,9 @@ def main(args: Args) -> Path:
         row = {tag: values[-1] for tag, values in metrics.items()}
         row["losses/clipfrac"] = torch.cat(clipfracs).mean()
         row["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
+        # speed: one wait for all of them, in the stage of what it waits for
+        run.stage("backpropagation")
+        row = dict(zip(row, torch.stack(list(row.values())).tolist(), strict=True))
         row["charts/learning_rate"] = learning_rate
         run.stage("backpropagation")  # whose work the next line waits for
         returns = rollout.episode_returns.where(rollout.ended, math.nan)
