@@ -36,6 +36,7 @@ CAPTURED = "compile+cudagraphs"
 SPEED = ["plots/measure/speedup.py", "--quick"]
 WORLDS = "leanrl/ppo_mujoco_worlds_torchcompile.py"
 MANY = ["--num-envs", "4096", "--num-steps", "16", "--total-timesteps", "1000000000"]
+TINY = ["--tiny", "--limit", "900"]
 FEW = ["--physics", "c", "--num-envs", "8", "--total-timesteps", "512", "--eval-every", "0"]
 
 
@@ -56,7 +57,7 @@ def speed(script: str, needs: str = "torch") -> Step:
     """Baseline, captured variant, baseline, captured variant."""
     only = [f"{script} baseline", f"{script} {CAPTURED}"]
     command = [*SPEED, "--limit", "28", "--seeds", "2", "--only", *only]
-    return Step(f"speed of {script}", 2.2, command, ["--tiny"], needs=needs)
+    return Step(f"speed of {script}", 2.2, command, TINY, needs=needs)
 
 
 def learning(task: str) -> Step:
@@ -77,7 +78,7 @@ STEPS = [
         writes=False,
         environment={"OMP_NUM_THREADS": "2"},  # of each process: several share the cores
     ),
-    Step("host", 2.5, ["plots/measure/host.py"], ["--seconds", "8"]),
+    Step("host", 2.5, ["plots/measure/host.py"], ["--seconds", "30"]),
     speed("sac_continuous_action"),
     speed("td3_continuous_action"),
     speed("ppo_continuous_action"),
@@ -89,11 +90,11 @@ STEPS = [
         "fused products",
         1.2,
         [*SPEED, "--limit", "65", "--only", f"sac_continuous_action {CAPTURED}"],
-        ["--tiny"],
+        TINY,
         environment={"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM": "1"},  # also what follows a product
     ),
     Step("games", 1, ["plots/measure/games.py"], ["--seconds", "0.2"], needs="envpool"),
-    Step("traces", 1.5, [*SPEED, "--only", f"[ps]*_continuous_action {CAPTURED}"], ["--tiny"]),
+    Step("traces", 1.5, [*SPEED, "--only", f"[ps]*_continuous_action {CAPTURED}"], TINY),
     Step(
         "devices",
         1.5,
