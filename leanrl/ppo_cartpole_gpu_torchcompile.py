@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 # speed: tensordict would log two lines for each graph that it captures, amid the progress
@@ -243,11 +242,9 @@ class Rollout(NamedTuple):
     obs: Tensor  # (N, O)
     actions: Tensor  # (N,) int64
     log_probs: Tensor  # (N,)
-    # speed: instead of values, which the critic computes for whole rollouts
-    final_obs: Tensor  # (N, O) what follows in the same episode
+    values: Tensor  # (N,)
     rewards: Tensor  # (N,)
-    # speed: instead of next_values
-    terminated: Tensor  # (N,) bool
+    next_values: Tensor  # (N,) of what follows in the same episode, 0 after a termination
     ended: Tensor  # (N,) bool, of either kind
     episode_returns: Tensor  # (N,) of the episode so far
 
@@ -424,37 +421,38 @@ class PPO(nn.Module):
             return self.model.critic(obs).squeeze(-1)
 
     # speed: one call for acting and simulation, without stages, to be compiled or captured
-    def step(self, envs, noise, starts) -> Rollout:
+    def step(self, envs, noise, starts) -> dict[str, Tensor]:
         """A step of `envs` from where they are, given noise (N, A) and starts (N, O)."""
         obs = envs.state.clone()
         actions, log_probs = self.act(obs, noise)
         _, rewards, terminated, _, infos = envs.step(actions, starts)
-        return Rollout(
-            obs=obs,
-            actions=actions,
-            log_probs=log_probs,
-            final_obs=infos["final_obs"],
-            rewards=rewards,
-            terminated=terminated,
-            ended=infos["_episode"],
-            episode_returns=infos["episode"]["r"],
-        )
+        return {
+            "obs": obs,
+            "actions": actions,
+            "log_probs": log_probs,
+            "rewards": rewards,
+            "final_obs": infos["final_obs"],
+            "terminated": terminated,
+            "ended": infos["_episode"],
+            "episode_returns": infos["episode"]["r"],
+        }
 
     def roll_out(self, envs, noise, starts) -> Rollout:
         """Steps of `envs`, given noise (T, N, A) and starts (T, N, O)."""
         rows = [self.step(envs, *draws) for draws in zip(noise, starts, strict=True)]
-        return Rollout._make([torch.stack(column) for column in zip(*rows, strict=True)])
+        columns = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        # speed: on a CPU one step after the other, which its caches hold; on a GPU all at once
+        count = len(rows) if self.flat.is_cpu else 1
+        values, next_values = (
+            torch.cat([self.value(part) for part in columns[name].chunk(count)])
+            for name in ("obs", "final_obs")
+        )
+        next_values = next_values * ~columns.pop("terminated")
+        del columns["final_obs"]
+        return Rollout(values=values, next_values=next_values, **columns)
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A rollout -> B = T N steps to learn from."""
-        # speed: on a CPU one step after the other, which its caches hold; on a GPU all at once
-        rollout = SimpleNamespace(**rollout._asdict())
-        count = len(rollout.obs) if self.flat.is_cpu else 1
-        rollout.values, next_values = (
-            torch.cat([self.value(part) for part in obs.chunk(count)])
-            for obs in (rollout.obs, rollout.final_obs)
-        )
-        rollout.next_values = next_values * ~rollout.terminated
         advantages = compute_gae(
             rollout.rewards,
             rollout.values,

@@ -72,7 +72,9 @@ TRICKS = [  # what README says of a trick, and where a record says what it is wo
     ("Environments step without a layer per wrapper", "ppo", "lean vector environment"),
     ("Acting in NumPy: networks of 64 are too small for PyTorch's calls", "ppo", "acting in NumPy"),
     ("A rollout is stored by NumPy, and copied once", "ppo", "rollout stored by NumPy"),
-    ("An Adam of our own, which compiles with the rest", "ppo", "an Adam that compiles"),
+    ("Critic and actor in one batched product per layer", "ppo", "critic and actor stacked"),
+    ("An Adam of our own, which compiles with the rest", "sac", "an Adam that compiles"),
+    ("Gradients and step of the Q-networks are one compiled call", "sac", "critic update compiled"),
     ("Both Q-networks in one batched product, by `vmap`", "sac", "critics stacked by vmap"),
 ]
 READ = []  # the records so far: what is lacking, the last one lacks
@@ -148,7 +150,7 @@ def tricks() -> str:
     """How many times as fast the variant is with a trick as without it."""
     table = [["trick", "script", "with it"]]
     for words, algorithm, name in TRICKS:
-        rows = {row["without"]: row for row in record(f"ablation/{algorithm}__epyc")["rows"]}
+        rows = {row["without"]: row for row in record(f"ablation/{algorithm}__epyc-avx2")["rows"]}
         table.append([words, algorithm.upper(), f"{1 / rows[name]['of_whole']:.2f}x"])
     rows = by_row("speedup/earlier__h200")
     for title, script in (("SAC", "sac_continuous_action"), ("CartPole", "ppo_cartpole_gpu")):

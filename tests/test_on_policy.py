@@ -269,9 +269,8 @@ def test_a_rollout_holds_what_happened(seen):
         assert torch.equal(rollout.rewards, steps.reward)
         assert torch.equal(rollout.ended.bool(), steps.terminated | steps.truncated)
         assert steps.terminated.any() and steps.truncated.any()
-        if hasattr(rollout, "values"):
-            close(rollout.values, value(learned.model, steps.obs))
-        for name in {"obs", "actions", "log_probs"} & set(learned.batch._fields):
+        close(rollout.values, value(learned.model, steps.obs))
+        for name in {"obs", "actions", "log_probs", "values"} & set(learned.batch._fields):
             assert torch.equal(getattr(learned.batch, name), getattr(rollout, name).flatten(0, 1))
 
 
@@ -325,8 +324,7 @@ def test_actions_are_the_best_or_random(seen):
 def test_advantages_are_of_the_own_episode(seen):
     """Only a truncation bootstraps."""
     for learned, steps in rollouts(seen):
-        values = learned.batch.values.view(T, -1)
-        close(values, value(learned.model, steps.obs))
+        values = learned.rollout.values
         deltas = steps.reward + GAMMA * following(learned.model, steps) - values
         ended = steps.terminated | steps.truncated
         advantages = discounted(deltas, ended, GAMMA * LAMBDA)

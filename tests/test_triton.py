@@ -93,14 +93,10 @@ def step_cartpole(pair, reference, agent, error):
     envs.reset(seed=1)
     envs.state[::3, 2] = 0.2  # falls soon
     others = copy.deepcopy(envs)
-    rows = []
-    for _ in range(3):
-        draws = torch.empty(33, 2).exponential_(), 0.05 * torch.rand(33, 4)
-        rows.append(agent.step(envs, *draws))
-        assert_same(rows[-1], eager.step(others, *draws))
-        assert_same(envs.state, others.state)
-    columns = [torch.stack(column) for column in zip(*rows, strict=True)]
-    rollout = pair.variant.Rollout._make(columns)
+    draws = torch.empty(3, 33, 2).exponential_(), 0.05 * torch.rand(3, 33, 4)
+    rollout = agent.roll_out(envs, *draws)
+    assert_same(rollout, eager.roll_out(others, *draws))
+    assert_same(envs.state, others.state)
     assert rollout.ended.any()
     same_call(reference, agent, "prepare", rollout)
 
