@@ -72,7 +72,6 @@ TRICKS = [  # what README says of a trick, and where a record says what it is wo
     ("Environments step without a layer per wrapper", "ppo", "lean vector environment"),
     ("Acting in NumPy: networks of 64 are too small for PyTorch's calls", "ppo", "acting in NumPy"),
     ("A rollout is stored by NumPy, and copied once", "ppo", "rollout stored by NumPy"),
-    ("Critic and actor in one batched product per layer", "ppo", "critic and actor stacked"),
     ("An Adam of our own, which compiles with the rest", "sac", "an Adam that compiles"),
     ("Gradients and step of the Q-networks are one compiled call", "sac", "critic update compiled"),
     ("Both Q-networks in one batched product, by `vmap`", "sac", "critics stacked by vmap"),
