@@ -19,7 +19,7 @@ bash run.sh --full               every script and row, 3 seeds at full length, w
                                  finished runs are kept. Both tables take --only GLOB (of 'SCRIPT
                                  ROW'), --seeds N, --steps N, --out FOLDER; then without robot
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo, ppo_mujoco ...
-bash run.sh race [arguments]     what each has learned after minutes of one core, in 27 hours; it goes
+bash run.sh race [arguments]     what each has learned after minutes of one core, in 24 hours; it goes
                                  on where it stopped. --entrants "PPO on worlds" is a part of it
 bash run.sh study [arguments]    how environments scale, from processes to kernels, in minutes
 bash run.sh figures [arguments]  the figures of our sources that this machine can make, in twenty

@@ -3,7 +3,7 @@ r"""Proximal Policy Optimization (PPO) for Atari on EnvPool, with torch.compile 
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --cudagraphs
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --bf16 --channels-last \
         --env-id Pong-v5 --num-envs 32 --num-minibatches 16 --learning-rate 5e-4 \
-        --total-timesteps 2400000                                   # Pong
+        --total-timesteps 1800000                                   # Pong
 
 The algorithm is that of its twin, ppo_atari_envpool.py, which says where it comes from and what the
 shapes mean; the hunks that differ start with `# speed:` and say what they buy, the rest is the same

@@ -227,8 +227,9 @@ class ReplayBuffer:
         self.device_size = torch.zeros((), dtype=torch.float64, device=device)
         self.rows = torch.empty(args.batch_size, sum(widths), device=device)
         shape = args.num_envs, sum(widths) + 1
-        self.new = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self.staged = torch.empty(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
         self.uploaded = torch.get_device_module(device).Event()
+        self.deferred = False  # whether a graph stores `staged`, when it acts next
         obs, actions, next_obs, rewards, terminated = self.rows.split(widths, dim=1)
         self.batch = Batch(
             obs=obs,
@@ -244,18 +245,19 @@ class ReplayBuffer:
         # speed: one copy, for which the CPU does not wait
         index = np.arange(self.position, end)
         self.uploaded.synchronize()  # the rows before
-        self.new.copy_(torch.from_numpy(np.column_stack([*transitions, index])))
-        self.store()
+        self.staged.copy_(torch.from_numpy(np.column_stack([*transitions, index])))
+        if not self.deferred:
+            self.store()
         self.uploaded.record()
         self.size = max(self.size, end)
         self.position = end % self.capacity
 
-    # speed: what a graph captures; a second time it changes nothing
+    # speed: a graph repeats it; what a checkpoint has stored already stays as it is
     def store(self):
-        """Stores the rows of `new`."""
-        new = self.new.to(self.data.device, non_blocking=True)
-        index = new[:, -1].long()
-        self.data.index_copy_(0, index, new[:, :-1].float())
+        """Stores the rows of `staged`."""
+        staged = self.staged.to(self.data.device, non_blocking=True)
+        index = staged[:, -1].long()
+        self.data.index_copy_(0, index, staged[:, :-1].float())
         self.device_size.clamp_(min=index[-1] + 1)
 
     def sample(self) -> Batch:
@@ -275,8 +277,9 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict:
         state = {"capacity": self.capacity, "position": self.position}
-        # speed: one tensor; a graph has not stored the last rows yet
-        ReplayBuffer.store(self)
+        # speed: one tensor, after the last rows
+        if self.deferred:
+            self.store()
         state["rows"] = self.data[: self.size].to("cpu", copy=True)  # a view would save all
         return state
 
@@ -288,9 +291,6 @@ class ReplayBuffer:
         self.size = len(state["rows"])
         self.data[: self.size] = state["rows"]
         self.device_size.fill_(self.size)
-        last = torch.arange(self.position - len(self.new), self.position) % self.capacity
-        self.new[:, :-1] = self.data[last]
-        self.new[:, -1] = last
 
 
 # Losses
@@ -448,8 +448,8 @@ def compile_agent(agent: TD3) -> None:
 
 
 # speed: what runs every step becomes CUDA graphs; a third call captures, when all is compiled
-def capture_agent(agent: TD3, rb: ReplayBuffer, explore: Callable) -> Callable:
-    """Each kind of update, and `explore`, which is returned, replay what a third call has recorded.
+def capture_agent(agent: TD3, rb: ReplayBuffer, act_in_place: Callable) -> Callable:
+    """Each kind of update and `act_in_place`, here returned, replay what a third call has recorded.
 
     A graph keeps Python's numbers as they were when it was captured: a change of `args` is refused,
     one of other numbers has no effect.
@@ -476,14 +476,15 @@ def capture_agent(agent: TD3, rb: ReplayBuffer, explore: Callable) -> Callable:
         graphs[actor_due]()
         return metrics
 
-    def store_and_explore():
-        ReplayBuffer.store(rb)
-        rb.store = lambda: None  # from now on the next call stores
-        explore()
+    def store_and_act():
+        if rb.deferred:
+            rb.store()
+        rb.deferred = True  # Python comes here three times; then only the graph stores
+        act_in_place()
 
     rb.sample = lambda: rb.batch  # which an update's graph refills, before all else
     agent.update = replay
-    return capture(store_and_explore)
+    return capture(store_and_act)
 
 
 # Training
@@ -521,7 +522,7 @@ def main(args: Args) -> Path:
     host_actions = torch.empty(args.num_envs, action_dim, pin_memory=pinned)
     acted = torch.get_device_module(device).Event()
 
-    def explore():
+    def act_in_place():
         inputs = host_obs.to(device, non_blocking=True)
         noise = torch.randn(args.num_envs, action_dim, device=device)
         host_actions.copy_(agent.act(inputs, noise), non_blocking=True)
@@ -532,7 +533,7 @@ def main(args: Args) -> Path:
         # A missing compiler is found now, not when exploration has ended
         torch.compile(torch.sin)(agent.actor.action_scale)
     if args.cudagraphs and device.type == "cuda":
-        explore = capture_agent(agent, rb, explore)
+        act_in_place = capture_agent(agent, rb, act_in_place)
     elif args.cudagraphs:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
@@ -543,10 +544,10 @@ def main(args: Args) -> Path:
         if run.step < args.learning_starts:
             actions = envs.action_space.sample()
         else:
-            # speed: waited for when the updates are queued, too: a GPU goes from one to the other
-            # without Python in between
+            # speed: only queued, as the updates after it: a GPU goes from one to the other without
+            # Python in between
             host_obs.copy_(torch.as_tensor(obs))
-            explore()
+            act_in_place()
             acted.record()
             actions = host_actions
 
@@ -561,7 +562,7 @@ def main(args: Args) -> Path:
             metrics |= agent.update(batch, actor_due)
 
         # 3. Step the environments.
-        # speed: while the GPU updates
+        # speed: wait for the actions alone, and step while the GPU updates
         run.stage("inference")
         acted.synchronize()
         actions = np.asarray(actions)

@@ -13,7 +13,7 @@ mean action. race.json keeps what is done, and the next call goes on from there:
 changed script would make otherwise is deleted from it by hand.
 
     ours            the variants with --compile and their defaults. On worlds PPO's flags are those
-                    of README, and PPO's steps such that its rate comes down within the time
+                    of plots/README.md, PPO's steps such that its rate comes down within the time
     zoo             Stable-Baselines3 with the hyperparameters of RL Baselines3 Zoo, which has tuned
                     them for these tasks' v3: commit 00128b5 of DLR-RM/rl-baselines3-zoo,
                     hyperparams/{ppo,sac}.yml
