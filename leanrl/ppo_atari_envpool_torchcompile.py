@@ -520,7 +520,8 @@ def main(args: Args) -> Path:
     elif args.cudagraphs:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
-    # speed: pinned once, for a GPU copies from there while the CPU goes on
+    # speed: pinned once: a GPU copies from there while the CPU goes on, which waits for the actions
+    # before it writes there again
     obs = torch.empty(args.num_envs, *OBS_SHAPE, dtype=torch.uint8)
     if device.type == "cuda":
         obs = obs.pin_memory()
@@ -538,7 +539,8 @@ def main(args: Args) -> Path:
         shape = args.num_steps, args.num_envs, num_actions
         noise = torch.empty(shape, device=device).exponential_()
         rollout.final_values.zero_()
-        # speed: a half in turn receives what its last actions led to, acts, and sends
+        # speed: the halves take turns: one receives what its last actions led to, acts, and sends,
+        # while EnvPool simulates the other; at first there is nothing to receive, at last to send
         for t, (games, envs) in product(range(args.num_steps + 1), halves):
             if t > 0:
                 run.stage("simulation")
@@ -548,7 +550,8 @@ def main(args: Args) -> Path:
                 ended = terminated | truncated
                 rollout.rewards[t - 1, games] = torch.as_tensor(rewards)
                 rollout.ended[t - 1, games] = torch.as_tensor(ended)
-                run.step += args.num_envs if games.start == 0 else 0
+                if games.start == 0:  # of both halves, so that episodes have the baseline's step
+                    run.step += args.num_envs
                 # Where an episode ended, obs is already the next episode's first.
                 for i in np.flatnonzero(truncated):
                     run.stage("inference")
