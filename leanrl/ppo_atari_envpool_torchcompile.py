@@ -155,6 +155,23 @@ class AtariEnvs:
         return obs, rewards, terminated, truncated, infos
 
 
+# speed: EnvPool simulates one half while the policy acts for the other. Pinned once: a GPU copies
+# from there while the CPU goes on, which waits for the actions before it writes there again
+def start_games(args: Args, seed: int, device: torch.device) -> tuple[list, Tensor]:
+    """[(their part of N, pool) of each half], first observations (N, O); game i has seed + i."""
+    halves = []
+    obs = torch.empty(args.num_envs, *OBS_SHAPE, dtype=torch.uint8)
+    if device.type == "cuda":
+        obs = obs.pin_memory()
+    for start, end in pairwise(sorted({0, args.num_envs // 2, args.num_envs})):
+        envs = AtariEnvs(
+            args.env_id, end - start, seed + start, episodic_life=True, reward_clip=True
+        )
+        obs[start:end] = torch.as_tensor(envs.pool.reset()[0])
+        halves.append((slice(start, end), envs))
+    return halves, obs
+
+
 # Networks
 
 
@@ -498,15 +515,9 @@ def main(args: Args) -> Path:
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-    # speed: the games in two halves, of which EnvPool simulates one while the policy acts for the
-    # other; game i draws from seed + i as before
-    halves = []
-    for start, end in pairwise(sorted({0, args.num_envs // 2, args.num_envs})):
-        envs = AtariEnvs(
-            args.env_id, end - start, seed + start, episodic_life=True, reward_clip=True
-        )
-        halves.append((slice(start, end), envs))
-    num_actions = int(envs.pool.action_space.n)
+    # speed: two pools
+    halves, obs = start_games(args, seed, device)
+    num_actions = int(halves[0][1].pool.action_space.n)
     agent = PPO(args, num_actions, device)
     rollout = Rollout(args.num_steps, args.num_envs, device)
     if args.resume:
@@ -520,13 +531,6 @@ def main(args: Args) -> Path:
     elif args.cudagraphs:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
-    # speed: pinned once: a GPU copies from there while the CPU goes on, which waits for the actions
-    # before it writes there again
-    obs = torch.empty(args.num_envs, *OBS_SHAPE, dtype=torch.uint8)
-    if device.type == "cuda":
-        obs = obs.pin_memory()
-    for games, envs in halves:
-        obs[games] = torch.as_tensor(envs.pool.reset()[0])
     run.open()
     while not run.ending:
         learning_rate = args.learning_rate

@@ -355,7 +355,9 @@ def test_the_generator_goes_on(done, resumed):
 
 @each(ALONE)
 def test_episodes_are_new(done, resumed):
-    assert resumed.seeds == [1 + done.script.steps]
+    assert (
+        resumed.seeds[0] == 1 + done.script.steps
+    )  # of the first games, where they have two pools
 
 
 @each(ALONE)
@@ -403,13 +405,14 @@ def test_a_process_computes_as_its_flags_say(done, resumed):
 def test_a_nan_ends_the_run_and_spares_the_checkpoint(done, tmp_path, monkeypatch):
     script, run_dir = done.script, shutil.copytree(done.dir, tmp_path / "run")
     before, (envs, _) = (run_dir / "checkpoint.pt").read_bytes(), environments(script.module)
-    step = envs.step
+    name = "recv" if hasattr(envs, "recv") else "step"  # where a step may end apart
+    step = getattr(envs, name)
 
     def spoiled(*arguments):
         obs, rewards, *rest = step(*arguments)
         return obs, rewards * math.nan, *rest
 
-    monkeypatch.setattr(envs, "step", spoiled)
+    monkeypatch.setattr(envs, name, spoiled)
     flags = QUIET | {"total_timesteps": script.steps + 3 * script.each, "resume": str(run_dir)}
     flags |= {"checkpoint_every": script.each}
     words = rf"^step {script.steps + script.each:,}: \S+ is (nan|not finite)$"

@@ -372,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
     here = this_machine()
     jobs = plan(options, here["gpu"] is not None)
     if not jobs:
-        parser.error(f"--only {' '.join(options.only)} matches no 'SCRIPT ROW'")
+        parser.error(f"--only {' '.join(map(repr, options.only))} matches no 'SCRIPT ROW'")
     kept = finished(jobs, here) if options.full else {}
     for name, run in kept.items():
         print(f"kept: {name}, {shown(run.path)}")
