@@ -60,7 +60,7 @@ PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid
 FIELD = {  # algorithm -> records: of two machines where there are two
     "SAC": ["field/sac__epyc", "field/sac_awake__epyc"],
     "TD3": ["field/td3__epyc", "field/td3_two_threads__epyc"],
-    "PPO": ["field/ppo__epyc"],
+    "PPO": ["field/ppo__epyc-avx512", "field/ppo__epyc-avx2"],
     "PPO for Atari": ["field/ppo_atari__epyc"],
     "PPO for Atari, 64 environments": ["field/ppo_atari_64__epyc"],
     "PQN for Atari": ["field/pqn_atari__epyc"],
