@@ -9,6 +9,7 @@ import sys
 
 import gymnasium as gym
 import mujoco
+import mujoco_worlds  # noqa: F401  # registers the worlds
 import numpy as np
 import pytest
 import readme
@@ -216,7 +217,6 @@ def test_joysticks_policy_sees_sensors_alone(script, kind, flags, monkeypatch, r
 def adapters(registry):
     """The names that the manual's adapters to other libraries define."""
     vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
-    importlib.import_module("mujoco_worlds")  # registers the worlds
     names = {"gym": gym, "stable_baselines3": sys.modules["stable_baselines3"], "vec_env": vec_env}
     exec(block_with("class SB3Worlds"), names)
     exec(block_with("class CleanRLWorlds"), names)
