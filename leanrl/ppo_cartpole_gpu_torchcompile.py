@@ -500,7 +500,7 @@ class PPO(nn.Module):
         chunks = [column.chunk(count) for column in minibatch]
         return [Batch._make(piece) for piece in zip(*chunks, strict=True)]
 
-    # speed: a layer of both networks is one batched product
+    # speed: a layer of both networks is one batched product. Change it together with `mlp`
     def stacked_model(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """What `model` computes, from `flat`."""
         parts = self.flat.split([math.prod(shape) for shape in self.shapes])

@@ -541,7 +541,7 @@ class PPO(nn.Module):
             )
             return Batch._make([column.flatten(0, 1) for column in batch])
 
-    # speed: a layer of both networks is one batched product
+    # speed: a layer of both networks is one batched product. Change it together with `mlp`
     def stacked_model(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `model` computes, from `flat`."""
         parts = self.flat.split([math.prod(shape) for shape in self.shapes])
