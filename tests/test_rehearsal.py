@@ -202,12 +202,13 @@ CARTPOLE_WAITS = {
     "mean_return = returns.nanmean().item()": 1,
     "torch.cuda.synchronize()": 1,
 }
-EACH_STEP = {
-    "actions = sample.cpu()": 16,
+EACH_ROLLOUT = {
     "last_values = agent.value(torch.as_tensor(obs": 1,
     "columns = {name: column.to(": 3,  # once per rollout: rewards, ended, final_values
     "torch.cuda.synchronize()": 2,  # the first iteration of the window is a sample
 }
+EACH_STEP = EACH_ROLLOUT | {"actions = sample.cpu()": 16}
+EACH_HALF = EACH_ROLLOUT | {"envs.pool.send(sample.cpu()": 2 * 16}
 COPIES = {"return nn.utils.parameters_to_vector(": 1, "tensor.copy_(": 6}
 SAC, TD3 = "sac_continuous_action", "td3_continuous_action"
 GROUPS = {
@@ -236,7 +237,7 @@ GROUPS = {
         ),
         "MuJoCo": ("ppo_mujoco_worlds", TENSORS | HOPPER, None),
         "SAC, MuJoCo": ("sac_mujoco_worlds", WORLDS, None),
-        "Atari": ("ppo_atari_envpool", ATARI, row(1, 7) | EACH_STEP),
+        "Atari": ("ppo_atari_envpool", ATARI, row(1, 7) | EACH_HALF),
         "Atari, --bf16": ("ppo_atari_envpool", ATARI | BF16, None),
         "PQN": ("pqn_atari_envpool", ATARI, row(1, 3) | EACH_STEP),
         "PQN, --bf16": ("pqn_atari_envpool", ATARI | BF16, None),
