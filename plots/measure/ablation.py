@@ -16,6 +16,7 @@ other.
 
 import argparse
 import importlib
+import math
 import os
 import signal
 import subprocess
@@ -116,6 +117,9 @@ def patch_replay(module) -> None:
             self.size = max(self.size, end)
             self.position = end % self.capacity
             self.device_size.fill_(self.size)
+
+        def store(self):
+            """Nothing is staged."""
 
         def draw(self):
             uniform = torch.rand(len(self.rows), dtype=torch.float64, device=self.data.device)
@@ -229,7 +233,7 @@ def patch_layers(module) -> None:
     """A product per layer and network, from the same vector."""
 
     def stacked_model(self, obs):
-        parts = self.flat.split([shape.numel() for shape in map(torch.Size, self.shapes)])
+        parts = self.flat.split([math.prod(shape) for shape in self.shapes])
         parts = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         *hidden, critic, actor, critic_bias, actor_bias, log_std = parts
         heads = ((critic, critic_bias), (actor, actor_bias))

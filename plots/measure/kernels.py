@@ -93,8 +93,6 @@ SCRIPTS = {
     "sac_mujoco_worlds": Script(SAC_WORLDS, 16, window=(6, 8), rehearsed=(130, 230)),
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "convolution_backward"}
-NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-NOTHING |= {"_unsafe_view", "_local_scalar_dense", "set_", "resize_"}
 
 
 # Workers, in which torch and Triton are changed for good
@@ -138,6 +136,8 @@ class Counting:
         """A context in which operators outside of compiled code are counted."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
+        nothing = import_module("cuda_rehearsal").NOTHING
+
         class Operators(TorchDispatchMode):
             @classmethod
             def is_infra_mode(cls):  # torch.compile refuses to work in other modes
@@ -146,7 +146,7 @@ class Counting:
             def __torch_dispatch__(mode, function, types, args=(), kwargs=None):
                 result = function(*args, **(kwargs or {}))
                 library, name = function._schema.name.split("::")
-                idle = function.is_view or name in NOTHING or library == "profiler"
+                idle = function.is_view or name in nothing or library == "profiler"
                 if not self.pauses and not idle:
                     kind = "products" if name in PRODUCTS else "others"
                     self.count(kind, (args, kwargs, result))
