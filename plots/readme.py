@@ -364,20 +364,25 @@ def is_variant(run: dict) -> bool:
 
 
 def learned(runs: list[dict]) -> str:
-    """The last evaluations, from five runs on their mean and its 95% interval."""
-    from curves import bootstrap
-
+    """The last evaluations, from five runs on what they have `reached`."""
     ends = [run["eval_returns"][-1][1] for run in runs]
     if len(ends) < 5:
         return ", ".join(map(short, ends)) or "-"
-    low, high = bootstrap(np.array(ends)[:, None])
-    return f"{short(np.mean(ends))} ({short(*low)} to {short(*high)}), runs: {len(ends)}"
+    return f"{reached(ends)}, runs: {len(ends)}"
+
+
+def reached(ends: list[float]) -> str:
+    """Interquartile mean over runs and its 95% bootstrap interval (Agarwal et al., 2021)."""
+    from curves import iqm, iqm_interval
+
+    low, high = iqm_interval(np.array(ends))
+    return f"{short(iqm(np.array(ends)))} ({short(low)} to {short(high)})"
 
 
 def worlds() -> str:
     """What PPO on worlds learns in minutes of a core, beside what others have published."""
-    heading = ["environment", "flags", "steps", "minutes", "by 5 minutes", "at the end"]
-    table = [[*heading, *PUBLISHED]]
+    heading = ["environment", "flags", "steps", "minutes", "seeds", "by 5 minutes", "at the end"]
+    table = [[*heading, "worst seed", *PUBLISHED]]
     for name in WORLDS:
         runs = record(f"learning/ppo_worlds_{name}__epyc")["runs"]
         args = runs[0]["config"]["args"]
@@ -387,12 +392,12 @@ def worlds() -> str:
             if f"--{flag.replace('_', '-')} " in runs[0]["config"]["command"]:
                 flags.append(f"`--{flag.replace('_', '-')} {args[flag]}`")
         early = []
-        last = []
+        last = {}
         for run in runs:
             evaluated = run["eval_returns"]
-            before = [value for _, value, seconds in evaluated if seconds <= 300]
-            early.append(short(before[-1]) if before else "-")
-            last.append(short(evaluated[-1][1]))
+            early += [value for _, value, seconds in evaluated if seconds <= 300][-1:]
+            last[run["config"]["args"]["seed"]] = evaluated[-1][1]
+        worst = min(last, key=last.get)
         minutes = sorted(round(run["stages"]["wall_seconds"] / 60) for run in runs)
         low, high = minutes[0], minutes[-1]
         table.append(
@@ -401,8 +406,10 @@ def worlds() -> str:
                 " ".join(flags) or "-",
                 f"{runs[0]['eval_returns'][-1][0]:,}",
                 f"{low} to {high}" if low < high else str(low),
-                " / ".join(early),
-                " / ".join(last),
+                str(len(runs)),
+                reached(early),
+                reached(list(last.values())),
+                f"{short(last[worst])} (seed {worst})",
                 *(returns.get(env_id, "-") for returns in PUBLISHED.values()),
             ]
         )

@@ -511,8 +511,9 @@ def test_utilization_is_drawn_of_some_scripts_and_told_of_all(tmp_path, monkeypa
 
 
 def test_what_was_learned_is_the_last_return():
-    runs = [{"eval_returns": [[5, 1.0, 2.0], [9, float(k), 4.0]]} for k in range(5)]
-    assert readme.learned(runs[3:]) == "3, 4" and readme.learned([]) == "-"
+    ends = 100.0, 3.0, 0.0, 2.0, 1.0
+    runs = [{"eval_returns": [[5, 1.0, 2.0], [9, end, 4.0]]} for end in ends]
+    assert readme.learned(runs[3:]) == "2, 1" and readme.learned([]) == "-"
     assert readme.learned(runs).startswith("2 (")
 
 
