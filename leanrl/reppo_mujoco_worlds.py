@@ -13,7 +13,7 @@ What differs from the authors' script: the divergence is that of the Gaussians b
 is exact, instead of a mean over 16 actions. Networks are smaller, there is no auxiliary loss, and
 gradients are not clipped. Rewards are divided by the deviation of returns, as in SAC on worlds, so
 that one range of bins fits all tasks. Other than the authors': total_timesteps 5,000,000,
-num_envs 64, num_steps 64, num_minibatches 8, learning_rate 1e-3, kl_bound 0.05, num_bins 101.
+num_envs 64, num_minibatches 16, learning_rate 1e-3, kl_bound 0.05, num_bins 101.
 Physics, observations and rewards are those of ppo_mujoco_worlds.py.
 Its twin reppo_mujoco_worlds_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
@@ -74,12 +74,12 @@ class Args:
     randomize: float = 0.0  # 0.2: each world's masses, friction, motors are 0.8 to 1.2 the model's
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
-    num_steps: int = 64  # steps of a rollout in each environment
+    num_steps: int = 128  # steps of a rollout in each environment
     learning_rate: float = 1e-3  # of the policy and of the Q-function
     multiplier_lr: float = 5e-3  # learning rate of the logarithms of alpha and beta
     gamma: float = 0.99  # discount factor
     q_lambda: float = 0.95  # lambda of the returns: 0 is one step, 1 the whole rollout
-    num_minibatches: int = 8  # minibatches per epoch
+    num_minibatches: int = 16  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
     kl_bound: float = 0.05  # KL divergence that a rollout's updates should not exceed
     target_entropy: float = -0.5  # entropy that the policy should have, per dimension of actions
