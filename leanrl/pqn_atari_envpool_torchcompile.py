@@ -273,11 +273,11 @@ def reverse_scan(x: Tensor, weights: Tensor) -> Tensor:
 def lambda_returns(
     rewards: Tensor, next_values: Tensor, ended: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    """Returns of Q(lambda) (Peng and Williams, 1994; PQN, algorithm 1) -> (T, N).
+    """Returns of Q(lambda), as in the paper's algorithm 1 (Peng and Williams, 1994) -> (T, N).
 
-    All (T, N). `next_values` is the value of what follows each step in its own episode: 0 after a
-    termination, that of the final observation after a truncation. `ended` is 1 after either, and
-    the rollout ends as a truncated episode does.
+    All (T, N). `next_values` is the best value of what follows each step in its own episode: 0
+    after a termination, that of the final observation after a truncation. `ended` is 1 after
+    either, and the rollout ends as a truncated episode does.
     """
     # speed: log2(T) vector operations instead of T: the return of step t is a constant and a weight
     # times the return of step t + 1

@@ -112,21 +112,6 @@ def continuous_steps(pair: Pair, reference, device) -> tuple:
     return policy_steps(pair, reference, obs, noise)
 
 
-def soft_steps(pair: Pair, reference, device) -> tuple:
-    """Steps of a policy that was about as far away as kl_bound, and an order of them."""
-    obs, noise = (torch.randn(2 * B, width, device=device) for width in (OBS, A))
-    with torch.no_grad():
-        mean, log_std = reference.actor(obs)
-        batch = pair.variant.Batch(
-            obs=obs,
-            actions=reference.act(obs, noise),
-            targets=2 * torch.randn(len(obs), device=device),
-            mean=mean + 0.05 * torch.randn_like(mean),
-            log_std=log_std + 0.05 * torch.randn_like(mean),
-        )
-    return batch, torch.randperm(len(obs), device=device)
-
-
 def cartpole_steps(pair: Pair, reference, device) -> tuple:
     noise = torch.empty(2 * B, 2, device=device).exponential_()
     return policy_steps(pair, reference, torch.randn(2 * B, 4, device=device), noise)
@@ -204,16 +189,6 @@ PAIRS = {
             "tau": 0.1,
             "utd_ratio": 0.25,
         },
-    ),
-    "reppo_worlds": Pair(
-        script="reppo_mujoco_worlds",
-        agent="REPPO",
-        space=(WORLDS,),
-        draw=soft_steps,
-        flags=ON_POLICY | {"num_envs": 8, "num_steps": 16},
-        wrong={"kl_bound": 0.01, "target_entropy": -2.0, "learning_rate": 1e-3},
-        annealed={"kl_bound": (0.04, 0.06)},
-        run={"env_id": "worlds/InvertedPendulum-v5", "physics": "c", "total_timesteps": 1024},
     ),
     "ppo": Pair(
         script="ppo_continuous_action",

@@ -237,7 +237,6 @@ GROUPS = {
         ),
         "MuJoCo": ("ppo_mujoco_worlds", TENSORS | HOPPER, None),
         "SAC, MuJoCo": ("sac_mujoco_worlds", WORLDS, None),
-        "REPPO, MuJoCo": ("reppo_mujoco_worlds", TENSORS | HOPPER, None),
         "Atari": ("ppo_atari_envpool", ATARI, row(1, 7) | EACH_HALF),
         "Atari, --bf16": ("ppo_atari_envpool", ATARI | BF16, None),
         "PQN": ("pqn_atari_envpool", ATARI, row(1, 3) | EACH_STEP),

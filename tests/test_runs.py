@@ -29,7 +29,6 @@ STAGES |= {"untracked"}
 Q_LOSSES = "qf1_loss qf2_loss qf_loss qf1_values qf2_values actor_loss"
 SAC_LOSSES = f"{Q_LOSSES} alpha_loss alpha entropy"
 PPO_LOSSES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance"
-REPPO_LOSSES = "qf_loss qf_values actor_loss entropy kl clipfrac alpha beta"
 HAS_MOVIEPY = importlib.util.find_spec("moviepy") is not None
 
 
@@ -121,13 +120,6 @@ BASELINES = [
         WORLDS | {"num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2},
         first=2,  # the first rollout only measures
         charts="learning_rate broken_worlds overflows",
-    ),
-    on_policy(
-        "reppo_mujoco_worlds",
-        WORLDS | {"num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2},
-        losses=REPPO_LOSSES,
-        first=2,  # the first rollout only measures
-        charts="broken_worlds overflows",
     ),
 ]
 ASYNC = on_policy(
