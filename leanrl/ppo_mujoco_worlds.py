@@ -9,10 +9,12 @@ evaluated. What differs from ppo_continuous_action.py: running statistics on the
 observations and returns, not rewards; the first rollout only measures them. The policy's deviation
 is exp(-1) at first, not 1. The learning rate rises or falls so that the KL divergence of a
 rollout's updates stays near desired_kl (as in rl_games and rsl_rl, but once a rollout and from the
-last minibatch), and desired_kl is annealed. Advantages are always normalized, the value loss is
-never clipped, no divergence ends the epochs: there are no flags for that. Defaults that are not
-CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64, num_steps 128,
-learning_rate 1e-3, num_minibatches 16, update_epochs 4.
+last minibatch), and desired_kl is annealed. Gamma may rise to end_gamma (arXiv:1512.02011): with a
+long horizon from the start Hopper learns to stand still, with a short one until the end it may
+learn to leap and fall. Advantages are always normalized, the value loss is never clipped, no
+divergence ends the epochs: there are no flags for that. Defaults that are not CleanRL's: env_id
+worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64, num_steps 128, learning_rate 1e-3,
+num_minibatches 16, update_epochs 4.
 Its twin ppo_mujoco_worlds_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
@@ -75,7 +77,8 @@ class Args:
     learning_rate: float = 1e-3  # at first; then it follows desired_kl, also after --resume
     desired_kl: float = 0.03  # KL divergence that updates of a rollout should have; 0: any
     anneal_lr: bool = True  # lower desired_kl linearly until MIN_KL; without one, the rate to 0
-    gamma: float = 0.99  # discount factor
+    gamma: float = 0.99  # discount factor at first
+    end_gamma: float | None = None  # discount factor at the end, if it rises
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
@@ -90,8 +93,10 @@ class Args:
             raise ValueError(f"--num-minibatches: {batch_size:,} steps, two or more in each")
         if self.total_timesteps < 2 * batch_size:  # the first rollout only measures
             raise ValueError(f"--total-timesteps: two rollouts have {2 * batch_size:,} steps")
-        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
-            raise ValueError("--gamma and --gae-lambda lie between 0 and 1")
+        if self.end_gamma is None:
+            self.end_gamma = self.gamma
+        if not all(0 <= x <= 1 for x in (self.gamma, self.end_gamma, self.gae_lambda)):
+            raise ValueError("--gamma, --end-gamma and --gae-lambda lie between 0 and 1")
 
 
 MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
@@ -272,6 +277,8 @@ class PPO(nn.Module):
         self.model = ActorCritic(obs_dim, envs.actor_dim, action_dim).to(device)
         learning_rate = torch.tensor(args.learning_rate, device=device)
         self.register_buffer("learning_rate", learning_rate)
+        gamma = torch.tensor(args.gamma, device=device)
+        self.register_buffer("gamma", gamma, persistent=False)  # main sets it for each rollout
         self.optimizer = Adam(self.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
         self.optimizers = (self.optimizer,)
 
@@ -298,7 +305,7 @@ class PPO(nn.Module):
             values,
             next_values,
             rollout.ended.float(),
-            self.args.gamma,
+            self.gamma,
             self.args.gae_lambda,
         )
         batch = Batch(
@@ -370,7 +377,10 @@ def main(args: Args) -> Path:
     obs, _ = envs.reset(seed=seed, options={"stagger": True})
     run.open()
     while not run.ending:
-        remaining = 1 - run.step / run.total_steps if args.anneal_lr else 1.0
+        progress = run.step / run.total_steps
+        # The horizon, 1 / (1 - gamma), grows geometrically
+        agent.gamma.fill_(1 - (1 - args.gamma) ** (1 - progress) * (1 - args.end_gamma) ** progress)
+        remaining = 1 - progress if args.anneal_lr else 1.0
         if args.desired_kl == 0:
             agent.learning_rate.fill_(args.learning_rate * remaining)
         agent.optimizer.param_groups[0]["lr"] = agent.learning_rate.item()

@@ -222,7 +222,13 @@ PAIRS = {
         space=(WORLDS,),
         draw=continuous_steps,
         flags=ON_POLICY | {"num_envs": 8, "num_steps": 16},
-        run={"env_id": "worlds/Hopper-v5", "physics": "c", "total_timesteps": 1024},
+        run={
+            "env_id": "worlds/Hopper-v5",
+            "physics": "c",
+            "total_timesteps": 1024,
+            "gamma": 0.9,
+            "end_gamma": 0.95,
+        },
         **PPO,
     ),
     "ppo_atari": Pair(

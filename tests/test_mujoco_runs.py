@@ -48,7 +48,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:nconmax")  # small_worlds tells 
 ALL_SCRIPTS = scripts(ppo, ppo_variant, sac, sac_variant)
 COMMON = {"env_id": "Small-v0", "physics": "c", "cuda": False, "seed": 3}
 PPO = {"num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 3, "gamma": 0.9}
-PPO |= {"gae_lambda": 0.8, "clip_coef": 0.02, "learning_rate": 0.01, "total_timesteps": 384}
+PPO |= {
+    "end_gamma": 0.99,
+    "gae_lambda": 0.8,
+    "clip_coef": 0.02,
+    "learning_rate": 0.01,
+    "total_timesteps": 384,
+}
 SAC = {"num_envs": 4, "batch_size": 16, "learning_starts": 162, "buffer_size": 230, "tau": 0.1}
 SAC |= {"utd_ratio": 0.375, "policy_frequency": 3, "target_network_frequency": 2}
 SAC |= {"total_timesteps": 403}
@@ -287,7 +293,8 @@ def test_advantages_end_with_episodes_and_values_with_terminations(first_rollout
     values, next_values = (look(model, x)[2] for x in (rollout.obs, rollout.final_obs))
     next_values = next_values * ~rollout.terminated
     numbers = rollout.rewards, values, next_values, rollout.ended.float()
-    advantages = ppo_run.module.compute_gae(*numbers, 0.9, 0.8)
+    gamma = 1 - 0.1**0.4 * 0.01**0.6  # after 384 of 640 steps
+    advantages = ppo_run.module.compute_gae(*numbers, gamma, 0.8)
     columns = [rollout.obs, rollout.actions, rollout.log_probs, values, advantages]
     columns.append(advantages + values)
     assert_close([*batch], [column.flatten(0, 1) for column in columns])

@@ -113,7 +113,7 @@ def test_flags_are_explained(stem):
 @pytest.mark.parametrize("stem", SCRIPTS)
 def test_wrong_settings_are_refused_by_their_flag(stem):
     args = load(stem).Args
-    names = {"gamma", "gae_lambda", "q_lambda", "tau"} & set(args.__dataclass_fields__)
+    names = {"gamma", "end_gamma", "gae_lambda", "q_lambda", "tau"} & set(args.__dataclass_fields__)
     wrong = [("total_timesteps", 1), *((name, x) for name in names for x in (-0.001, 1.001))]
     assert len(wrong) > 2
     for name, value in wrong:
