@@ -387,9 +387,10 @@ def worlds() -> str:
         runs = record(f"learning/ppo_worlds_{name}__epyc")["runs"]
         args = runs[0]["config"]["args"]
         env_id = args["env_id"]
+        usual = {"num_steps": 128, "desired_kl": 0.03, "end_gamma": args["gamma"]}
         flags = []
-        for flag in ("num_steps", "desired_kl"):
-            if f"--{flag.replace('_', '-')} " in runs[0]["config"]["command"]:
+        for flag, value in usual.items():
+            if args.get(flag, value) != value:
                 flags.append(f"`--{flag.replace('_', '-')} {args[flag]}`")
         early = []
         last = {}

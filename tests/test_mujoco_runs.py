@@ -301,6 +301,17 @@ def test_advantages_end_with_episodes_and_values_with_terminations(first_rollout
 
 
 @PPO_SCRIPTS
+def test_gamma_stays_unless_it_is_to_rise(module, monkeypatch):
+    gammas = []
+    prepare = module.PPO.prepare
+    record = lambda agent, rollout: gammas.append(agent.gamma.item()) or prepare(agent, rollout)  # noqa: E731
+    monkeypatch.setattr(module.PPO, "prepare", record)
+    for end_gamma in (None, 0.99):
+        train(module, num_steps=4, total_timesteps=96, update_epochs=1, end_gamma=end_gamma)
+    assert gammas == pytest.approx([0.9] * 3 + [1 - 0.1 * 0.1 ** (k / 3) for k in range(3)])
+
+
+@PPO_SCRIPTS
 def test_a_policy_begins_narrow_and_in_the_middle(module):
     model = make_agent(module, 11, 3).model
     assert model.actor_logstd.eq(-1).all() and model.actor_mean[-1].weight.norm(dim=1).max() < 0.011
