@@ -95,7 +95,7 @@ class Args:
         if self.end_gamma is None:
             self.end_gamma = self.gamma
         if not all(0 <= x <= 1 for x in (self.gamma, self.end_gamma, self.gae_lambda)):
-            raise ValueError("--gamma, --end-gamma and --gae-lambda lie between 0 and 1")
+            raise ValueError("--gamma and --end-gamma lie between 0 and 1, as does --gae-lambda")
 
 
 MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run
