@@ -93,9 +93,7 @@ class Args:
             raise ValueError(f"--num-minibatches: {batch_size:,} steps, two or more in each")
         if self.total_timesteps < 2 * batch_size:  # the first rollout only measures
             raise ValueError(f"--total-timesteps: two rollouts have {2 * batch_size:,} steps")
-        if self.end_gamma is None:
-            self.end_gamma = self.gamma
-        if not all(0 <= x <= 1 for x in (self.gamma, self.end_gamma, self.gae_lambda)):
+        if not all(0 <= x <= 1 for x in (self.gamma, self.end_gamma or 0, self.gae_lambda)):
             raise ValueError("--gamma and --end-gamma lie between 0 and 1, as does --gae-lambda")
 
 
@@ -374,12 +372,13 @@ def main(args: Args) -> Path:
     if args.resume:
         run.restore(agent)
 
+    end_gamma = args.gamma if args.end_gamma is None else args.end_gamma
     obs, _ = envs.reset(seed=seed, options={"stagger": True})
     run.open()
     while not run.ending:
         progress = run.step / run.total_steps
         late = max(2 * progress - 1, 0)  # in the second half the horizon, 1 / (1 - gamma), grows
-        agent.gamma.fill_(1 - (1 - args.gamma) ** (1 - late) * (1 - args.end_gamma) ** late)
+        agent.gamma.fill_(1 - (1 - args.gamma) ** (1 - late) * (1 - end_gamma) ** late)
         remaining = 1 - progress if args.anneal_lr else 1.0
         if args.desired_kl == 0:
             agent.learning_rate.fill_(args.learning_rate * remaining)

@@ -375,8 +375,11 @@ def reached(ends: list[float]) -> str:
     """Interquartile mean over runs and its 95% bootstrap interval (Agarwal et al., 2021)."""
     from curves import iqm, iqm_interval
 
-    low, high = iqm_interval(np.array(ends))
-    return f"{short(iqm(np.array(ends)))} ({short(low)} to {short(high)})"
+    if not ends:
+        return "-"
+    scores = np.array(ends)
+    low, high = iqm_interval(scores)
+    return f"{short(iqm(scores))} ({short(low)} to {short(high)})"
 
 
 def worlds() -> str:
@@ -387,7 +390,7 @@ def worlds() -> str:
         runs = record(f"learning/ppo_worlds_{name}__epyc")["runs"]
         args = runs[0]["config"]["args"]
         env_id = args["env_id"]
-        usual = {"num_steps": 128, "desired_kl": 0.03, "end_gamma": args["gamma"]}
+        usual = {"num_steps": 128, "desired_kl": 0.03, "end_gamma": None}
         flags = []
         for flag, value in usual.items():
             if args.get(flag, value) != value:

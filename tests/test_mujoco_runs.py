@@ -48,13 +48,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:nconmax")  # small_worlds tells 
 ALL_SCRIPTS = scripts(ppo, ppo_variant, sac, sac_variant)
 COMMON = {"env_id": "Small-v0", "physics": "c", "cuda": False, "seed": 3}
 PPO = {"num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 3, "gamma": 0.9}
-PPO |= {
-    "end_gamma": 0.99,
-    "gae_lambda": 0.8,
-    "clip_coef": 0.02,
-    "learning_rate": 0.01,
-    "total_timesteps": 384,
-}
+PPO |= {"gae_lambda": 0.8, "clip_coef": 0.02, "learning_rate": 0.01, "total_timesteps": 384}
+PPO |= {"end_gamma": 0.99}
 SAC = {"num_envs": 4, "batch_size": 16, "learning_starts": 162, "buffer_size": 230, "tau": 0.1}
 SAC |= {"utd_ratio": 0.375, "policy_frequency": 3, "target_network_frequency": 2}
 SAC |= {"total_timesteps": 403}
