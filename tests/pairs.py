@@ -112,6 +112,31 @@ def continuous_steps(pair: Pair, reference, device) -> tuple:
     return policy_steps(pair, reference, obs, noise)
 
 
+def sequences(pair: Pair, reference, device) -> tuple:
+    """Rollouts of 4 environments from some state, with episodes that begin in them."""
+    shape = 16, 4
+    obs = torch.randn(*shape, OBS, device=device)
+    starts = (torch.rand(shape, device=device) < 0.1).to(obs)
+    state = 0.5 * torch.randn(2, 4, pair.variant.HIDDEN, device=device)
+    noise = torch.randn(*shape, A, device=device)
+    with torch.no_grad():
+        features, _ = reference.model.unroll(obs, starts, state)
+        policy, values = reference.model.heads(features, None)
+        actions = policy.sample(noise)
+        log_probs = policy.log_prob(actions)
+    batch = pair.variant.Batch(
+        obs=obs,
+        starts=starts,
+        masks=torch.ones(*shape, A, dtype=torch.bool, device=device),
+        actions=actions,
+        log_probs=log_probs + 0.1 * torch.randn(shape, device=device),
+        values=values + 0.3 * torch.randn(shape, device=device),
+        advantages=torch.randn(shape, device=device),
+        returns=values + torch.randn(shape, device=device),
+    )
+    return batch, state, torch.randperm(4, device=device)
+
+
 def cartpole_steps(pair: Pair, reference, device) -> tuple:
     noise = torch.empty(2 * B, 2, device=device).exponential_()
     return policy_steps(pair, reference, torch.randn(2 * B, 4, device=device), noise)
@@ -198,6 +223,15 @@ PAIRS = {
         flags=ON_POLICY | {"env_id": "Smooth-v0", "num_envs": 3, "num_steps": 32},
         run={"total_timesteps": 3 * 32 * 4, "gamma": 0.9},
         **PPO,
+    ),
+    "ppo_lstm": Pair(
+        script="ppo_lstm",
+        agent="PPO",
+        space=(OBS, ACTION_SPACE),
+        draw=sequences,
+        flags=ON_POLICY | {"env_id": "Smooth-v0", "num_envs": 4, "num_steps": 16},
+        run={"total_timesteps": 4 * 16 * 5, "gamma": 0.9},
+        **PPO_IN_PARTS,
     ),
     "ppo_async": Pair(
         script="ppo_continuous_action_async",
@@ -332,6 +366,7 @@ def assert_runs_agree(one, other) -> None:
     else:
         assert torch.equal(found["generators"][0], expected["generators"][0])
     for name, tensor in expected.get("statistics", {}).items():  # counts differ in shape alone
+        tensor = torch.atleast_1d(tensor)
         mine = found["statistics"][name].double().reshape(len(tensor), -1)
         tensor = tensor.double().reshape(len(tensor), -1)
         width = min(mine.shape[1], tensor.shape[1])

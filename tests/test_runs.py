@@ -107,6 +107,7 @@ BASELINES = [
         charts="broken_worlds overflows",
     ),
     on_policy("ppo_continuous_action", PPO),
+    on_policy("ppo_lstm", PPO | {"num_minibatches": 2}),
     on_policy("ppo_cartpole_gpu", CARTPOLE | FILMED),
     on_policy("ppo_atari_envpool", ATARI | FILMED),
     on_policy(
@@ -169,7 +170,7 @@ def environments(module) -> tuple:
         return module.AtariEnvs, "__init__"
     if "worlds" in module.__name__:
         return importlib.import_module("mujoco_worlds").MuJoCoWorlds, "reset"
-    for name in ("CartPole", "NormalizedVectorEnv"):
+    for name in ("CartPole", "NormalizedVectorEnv", "NormalizedEnvs"):
         if hasattr(module, name):
             return getattr(module, name), "reset"
     return gym.vector.SyncVectorEnv, "reset"
