@@ -239,47 +239,56 @@ def layer_init(layer: nn.Module, gain: float) -> nn.Module:
     return layer
 
 
-class ActorCritic(nn.Module):
-    """Policy and value, on the features of an encoder and an LSTM.
+class Memory(nn.Module):
+    """Encoder, LSTM and a linear layer; the LSTM's state is a tensor (2, N, H), output and cell."""
 
-    The LSTM's state is one tensor (2, N, H): output and cell.
-    """
-
-    def __init__(self, obs_dim: int, action_space: Box | Discrete):
+    def __init__(self, obs_dim: int, outputs: int, gain: float):
         super().__init__()
-        self.discrete = isinstance(action_space, Discrete)
-        self.action_dim = int(action_space.n) if self.discrete else action_space.shape[0]
         self.encoder = layer_init(nn.Linear(obs_dim, HIDDEN), math.sqrt(2))
         self.lstm = layer_init(nn.LSTM(HIDDEN, HIDDEN), gain=1.0)
-        self.actor = layer_init(nn.Linear(HIDDEN, self.action_dim), gain=0.01)
-        self.critic = layer_init(nn.Linear(HIDDEN, 1), gain=1.0)
-        if not self.discrete:
-            self.actor_logstd = nn.Parameter(torch.zeros(self.action_dim))
+        self.head = layer_init(nn.Linear(HIDDEN, outputs), gain)
 
-    def unroll(self, obs: Tensor, starts: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """obs (T, N, O), starts (T, N), state (2, N, H) -> features (T, N, H), state after them.
+    def forward(self, obs: Tensor, starts: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """obs (T, N, O), starts (T, N), state before them -> outputs (T, N, ...), state after them.
 
         `starts` is 1 where an episode begins: there the state before the step is zero. Between the
         steps at which that happens to any sequence, the LSTM takes all steps in one call.
         """
         x = self.encoder(obs).tanh()
         later = starts[1:].any(dim=1).nonzero().flatten() + 1
-        outputs = []
+        features = []
         for begin, end in pairwise([0, *later.tolist(), len(obs)]):
             state = state * (1 - starts[begin, :, None])
             output, state = self.lstm(x[begin:end], tuple(state[:, None]))
             state = torch.cat(state)
-            outputs.append(output)
-        return torch.cat(outputs), state
+            features.append(output)
+        return self.head(torch.cat(features)), state
 
-    def heads(self, features: Tensor, masks: Tensor) -> tuple[Categorical | Gaussian, Tensor]:
-        """features (..., H), masks of valid actions (..., A) -> policy, values (...)."""
-        values = self.critic(features).squeeze(-1)
-        outputs = self.actor(features)
+
+class ActorCritic(nn.Module):
+    """Policy and value, a network each; their states are one tensor (2, 2, N, H)."""
+
+    def __init__(self, obs_dim: int, action_space: Box | Discrete):
+        super().__init__()
+        self.discrete = isinstance(action_space, Discrete)
+        self.action_dim = int(action_space.n) if self.discrete else action_space.shape[0]
+        self.critic = Memory(obs_dim, 1, gain=1.0)
+        self.actor = Memory(obs_dim, self.action_dim, gain=0.01)
         if not self.discrete:
-            return Gaussian(outputs, self.actor_logstd), values
+            self.actor_logstd = nn.Parameter(torch.zeros(self.action_dim))
+
+    def forward(self, obs: Tensor, starts: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """obs (T, N, O), starts (T, N), states -> outputs (T, N, A), values (T, N), states."""
+        outputs, actor_state = self.actor(obs, starts, states[0])
+        values, critic_state = self.critic(obs, starts, states[1])
+        return outputs, values.squeeze(-1), torch.stack([actor_state, critic_state])
+
+    def policy(self, outputs: Tensor, masks: Tensor) -> Categorical | Gaussian:
+        """outputs (..., A), masks of valid actions (..., A)."""
+        if not self.discrete:
+            return Gaussian(outputs, self.actor_logstd)
         logits = outputs.masked_fill(~masks, -1e8)  # not -inf: its entropy would be nan
-        return Categorical(F.log_softmax(logits, dim=-1)), values
+        return Categorical(F.log_softmax(logits, dim=-1))
 
 
 # Storage
@@ -400,23 +409,23 @@ class PPO(nn.Module):
         self.optimizers = (self.optimizer,)
 
     def act(
-        self, obs: Tensor, starts: Tensor, masks: Tensor, state: Tensor, noise: Tensor
+        self, obs: Tensor, starts: Tensor, masks: Tensor, states: Tensor, noise: Tensor
     ) -> tuple:
-        """A step of N environments -> actions, log_probs (N,), values (N,), state after it.
+        """A step of N environments -> actions, log_probs (N,), values (N,), states after it.
 
-        obs (N, O), starts (N,), masks (N, A), state (2, N, H), noise (N, A) for `sample`.
+        obs (N, O), starts (N,), masks (N, A), states (2, 2, N, H), noise (N, A) for `sample`.
         """
         with torch.no_grad():
-            features, state = self.model.unroll(obs[None], starts[None], state)
-            policy, values = self.model.heads(features[0], masks)
+            outputs, values, states = self.model(obs[None], starts[None], states)
+            policy = self.model.policy(outputs[0], masks)
             actions = policy.sample(noise)
-            return actions, policy.log_prob(actions), values, state
+            return actions, policy.log_prob(actions), values[0], states
 
-    def value(self, obs: Tensor, starts: Tensor, state: Tensor) -> Tensor:
-        """obs (N, O), starts (N,), state (2, N, H) before them -> values (N,)."""
+    def value(self, obs: Tensor, starts: Tensor, states: Tensor) -> Tensor:
+        """obs (N, O), starts (N,), states (2, 2, N, H) before them -> values (N,)."""
         with torch.no_grad():
-            features, _ = self.model.unroll(obs[None], starts[None], state)
-            return self.model.critic(features[0]).squeeze(-1)
+            values, _ = self.model.critic(obs[None], starts[None], states[1])
+            return values[0, :, 0]
 
     def prepare(self, rollout: Rollout, last_values: Tensor) -> Batch:
         """A rollout and the values of what follows it (N,) -> what to learn from."""
@@ -441,11 +450,11 @@ class PPO(nn.Module):
             returns=advantages + rollout.values,
         )
 
-    def update(self, batch: Batch, state: Tensor, index: Tensor) -> dict[str, Tensor]:
-        """One gradient step on the environments in index, from the LSTM's state (2, N, H)."""
+    def update(self, batch: Batch, states: Tensor, index: Tensor) -> dict[str, Tensor]:
+        """One gradient step on the environments in index, from the states (2, 2, N, H)."""
         minibatch = Batch._make([column[:, index] for column in batch])
-        features, _ = self.model.unroll(minibatch.obs, minibatch.starts, state[:, index])
-        policy, values = self.model.heads(features, minibatch.masks)
+        outputs, values, _ = self.model(minibatch.obs, minibatch.starts, states[:, :, index])
+        policy = self.model.policy(outputs, minibatch.masks)
         loss, metrics = ppo_loss(policy, values, minibatch, self.args)
         self.optimizer.zero_grad()
         loss.backward()
@@ -453,10 +462,10 @@ class PPO(nn.Module):
         self.optimizer.step()
         return metrics
 
-    def learn(self, batch: Batch, state: Tensor, order: Tensor) -> dict[str, Tensor]:
+    def learn(self, batch: Batch, states: Tensor, order: Tensor) -> dict[str, Tensor]:
         """An epoch of M minibatches in the order of a permutation (N,) -> {name: tensor (M,)}."""
         indices = order.view(self.args.num_minibatches, -1)
-        rows = [self.update(batch, state, index) for index in indices]
+        rows = [self.update(batch, states, index) for index in indices]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -486,7 +495,7 @@ def main(args: Args) -> Path:
 
     obs, infos = envs.reset(seed=seed)
     starts = torch.ones(args.num_envs, device=device)
-    state = torch.zeros(2, args.num_envs, HIDDEN, device=device)
+    states = torch.zeros(2, 2, args.num_envs, HIDDEN, device=device)
     run.open()
     while not run.ending:
         learning_rate = args.learning_rate
@@ -498,13 +507,14 @@ def main(args: Args) -> Path:
         noise = torch.randn(args.num_steps, args.num_envs, agent.model.action_dim, device=device)
         if agent.model.discrete:
             noise.exponential_()
-        first_state = state
+        first_states = states
         rows = []
         for t in range(args.num_steps):
             run.stage("inference")
             inputs = torch.as_tensor(obs, device=device)
             masks = torch.as_tensor(get_masks(envs, infos), device=device)
-            sample, log_probs, values, state = agent.act(inputs, starts, masks, state, noise[t])
+            step = agent.act(inputs, starts, masks, states, noise[t])
+            sample, log_probs, values, states = step
             actions = sample.cpu().numpy()
             run.stage("simulation")
             obs, rewards, terminated, truncated, infos = envs.step(actions)
@@ -514,7 +524,7 @@ def main(args: Args) -> Path:
             if truncated.any():
                 run.stage("inference")
                 final_obs = torch.as_tensor(infos["final_obs"], device=device)
-                final_values = agent.value(final_obs, torch.zeros_like(starts), state)
+                final_values = agent.value(final_obs, torch.zeros_like(starts), states)
                 final_values *= torch.as_tensor(truncated & ~terminated, device=device)
             run.stage("replay")
             ended = terminated | truncated
@@ -541,12 +551,12 @@ def main(args: Args) -> Path:
         # 2. Learn from it in several epochs.
         run.stage("backpropagation")
         rollout = Rollout._make([torch.stack(column) for column in zip(*rows, strict=True)])
-        last_values = agent.value(torch.as_tensor(obs, device=device), starts, state)
+        last_values = agent.value(torch.as_tensor(obs, device=device), starts, states)
         batch = agent.prepare(rollout, last_values)
         clipfracs = []
         for _ in range(args.update_epochs):
             order = torch.randperm(args.num_envs, device=device)
-            metrics = agent.learn(batch, first_state, order)
+            metrics = agent.learn(batch, first_states, order)
             clipfracs.append(metrics["losses/clipfrac"])
             if args.target_kl is not None and metrics["losses/approx_kl"][-1] > args.target_kl:
                 break
@@ -594,8 +604,8 @@ def evaluate(agent: PPO, args: Args, training: NormalizedEnvs, video: Path) -> f
         inputs = torch.as_tensor(training.normalize(obs), device=device)
         masks = torch.as_tensor(get_masks(envs, infos), device=device)
         with torch.no_grad():
-            features, state = agent.model.unroll(inputs[None], starts[None], state)
-            policy, _ = agent.model.heads(features[0], masks)
+            outputs, state = agent.model.actor(inputs[None], starts[None], state)
+            policy = agent.model.policy(outputs[0], masks)
             actions = policy[0].argmax(dim=-1) if agent.model.discrete else policy.mean
         actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, infos = envs.step(actions)

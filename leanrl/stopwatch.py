@@ -81,7 +81,7 @@ from pathlib import Path
 
 OPENING = b"# >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>\n"
 CLOSING = b"# <<< run <<<\n"
-NOT_SCRIPTS = ("mujoco_worlds.py", "stopwatch.py", "sweep.py")
+NOT_SCRIPTS = ("export.py", "mujoco_worlds.py", "stopwatch.py", "sweep.py")
 
 
 def find_region(source):

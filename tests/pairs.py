@@ -117,11 +117,11 @@ def sequences(pair: Pair, reference, device) -> tuple:
     shape = 16, 4
     obs = torch.randn(*shape, OBS, device=device)
     starts = (torch.rand(shape, device=device) < 0.1).to(obs)
-    state = 0.5 * torch.randn(2, 4, pair.variant.HIDDEN, device=device)
+    states = 0.5 * torch.randn(2, 2, 4, pair.variant.HIDDEN, device=device)
     noise = torch.randn(*shape, A, device=device)
     with torch.no_grad():
-        features, _ = reference.model.unroll(obs, starts, state)
-        policy, values = reference.model.heads(features, None)
+        outputs, values, _ = reference.model(obs, starts, states)
+        policy = reference.model.policy(outputs, None)
         actions = policy.sample(noise)
         log_probs = policy.log_prob(actions)
     batch = pair.variant.Batch(
@@ -134,7 +134,7 @@ def sequences(pair: Pair, reference, device) -> tuple:
         advantages=torch.randn(shape, device=device),
         returns=values + torch.randn(shape, device=device),
     )
-    return batch, state, torch.randperm(4, device=device)
+    return batch, states, torch.randperm(4, device=device)
 
 
 def cartpole_steps(pair: Pair, reference, device) -> tuple:

@@ -1,6 +1,7 @@
 """PPO with memory: states, resets, masks and minibatches, against loops over single episodes."""
 
 import copy
+from itertools import pairwise
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -88,10 +89,10 @@ def seen(request, tmp_path_factory):
     return found
 
 
-def lstm_step(model, obs, output, cell) -> tuple:
+def lstm_step(network, obs, output, cell) -> tuple:
     """An LSTM's equations as torch.nn.LSTM documents them, for one observation (O,)."""
-    lstm = model.lstm
-    x = (model.encoder.weight @ obs + model.encoder.bias).tanh()
+    lstm = network.lstm
+    x = (network.encoder.weight @ obs + network.encoder.bias).tanh()
     gates = lstm.weight_ih_l0 @ x + lstm.bias_ih_l0 + lstm.weight_hh_l0 @ output + lstm.bias_hh_l0
     i, f, g, o = gates.chunk(4)
     cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
@@ -100,28 +101,35 @@ def lstm_step(model, obs, output, cell) -> tuple:
 
 def follow(seen, n: int) -> list[dict]:
     """Environment n alone -> for each rollout what it must hold."""
-    zero = torch.zeros(baseline.HIDDEN)
-    state, begins, obs = (zero, zero), True, torch.tensor([SEED + n, 0, 0]) / 8
+    zeros = (torch.zeros(baseline.HIDDEN),) * 2
+    states, begins, obs = (
+        {"actor": zeros, "critic": zeros},
+        True,
+        torch.tensor([SEED + n, 0, 0]) / 8,
+    )
     found = []
     for r, (model, *_) in enumerate(seen.learned):
-        rows = {name: [] for name in ("obs", "starts", "values", "final_values", "features")}
+        rows = {name: [] for name in ("obs", "starts", "values", "final_values", "outputs")}
         for step in seen.steps[r * T : (r + 1) * T]:
             next_obs, _, terminated, truncated, infos = step
             rows["obs"].append(obs)
             rows["starts"].append(torch.tensor(float(begins)))
-            state = lstm_step(model, obs, *((zero, zero) if begins else state))
-            rows["features"].append(state[0])
-            rows["values"].append(model.critic(state[0])[0])
+            for name, state in states.items():
+                network = getattr(model, name)
+                states[name] = lstm_step(network, obs, *(zeros if begins else state))
+            rows["outputs"].append(model.actor.head(states["actor"][0]))
+            rows["values"].append(model.critic.head(states["critic"][0])[0])
             final_value = torch.zeros(())
             if truncated[n]:
-                features, _ = lstm_step(model, torch.tensor(infos["final_obs"][n]) / 8, *state)
-                final_value = model.critic(features)[0]
+                final_obs = torch.tensor(infos["final_obs"][n]) / 8
+                features, _ = lstm_step(model.critic, final_obs, *states["critic"])
+                final_value = model.critic.head(features)[0]
             rows["final_values"].append(final_value)
             begins = terminated[n] or truncated[n]
             obs = torch.tensor(next_obs[n]) / 8
-        features, _ = lstm_step(model, obs, *((zero, zero) if begins else state))
+        features, _ = lstm_step(model.critic, obs, *(zeros if begins else states["critic"]))
         rows = {name: torch.stack(row).detach() for name, row in rows.items()}
-        found.append(rows | {"last_value": model.critic(features)[0].detach()})
+        found.append(rows | {"last_value": model.critic.head(features)[0].detach()})
     return found
 
 
@@ -136,9 +144,8 @@ def followed(seen) -> list[dict]:
     ]  # fmt: skip
 
 
-def policy_of(seen, model, features, masks):
+def policy_of(model, outputs, masks):
     """torch's distribution."""
-    outputs = model.actor(features)
     if not model.discrete:
         normal = torch.distributions.Normal(outputs, model.actor_logstd.exp())
         return torch.distributions.Independent(normal, 1)
@@ -151,7 +158,7 @@ def test_each_step_sees_its_own_episode(seen, followed):
         for name in ("obs", "starts", "values", "final_values"):
             close(getattr(rollout, name), expected[name], msg=name, atol=1e-5, rtol=1e-4)
         close(last_values, expected["last_value"], atol=1e-5, rtol=1e-4)
-        policy = policy_of(seen, model, expected["features"], rollout.masks)
+        policy = policy_of(model, expected["outputs"], rollout.masks)
         close(rollout.log_probs, policy.log_prob(rollout.actions).detach(), atol=1e-5, rtol=1e-4)
     starts = torch.cat([rollout.starts for _, rollout, *_ in seen.learned])
     ended = torch.cat([rollout.ended for _, rollout, *_ in seen.learned])
@@ -217,7 +224,7 @@ def make(module, space, obs_dim=3):
 @BOTH
 def test_unrolling_is_torchs_lstm_from_reset_to_reset(module, float64):
     """Outputs, last states and gradients, with two ends within one sequence."""
-    model = make(module, gym.spaces.Discrete(3)).model
+    network = make(module, gym.spaces.Discrete(3)).model.actor
     obs, state = torch.randn(T, 2, 3), torch.randn(2, 2, module.HIDDEN)
     starts = torch.zeros(T, 2)
     starts[3, 0] = starts[4, 0] = starts[0, 1] = 1
@@ -225,36 +232,35 @@ def test_unrolling_is_torchs_lstm_from_reset_to_reset(module, float64):
     for n, cuts in ((0, [0, 3, 4, T]), (1, [0, T])):
         now = state[:, None, n : n + 1] * (n == 0)
         parts = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
-            x = model.encoder(obs[begin:end, n : n + 1]).tanh()
-            output, now = model.lstm(x, tuple(now))
-            parts.append(output)
+        for begin, end in pairwise(cuts):
+            x = network.encoder(obs[begin:end, n : n + 1]).tanh()
+            features, now = network.lstm(x, tuple(now))
+            parts.append(network.head(features))
             last, now = torch.stack(now), torch.zeros(2, 1, 1, module.HIDDEN)
         outputs.append(torch.cat(parts))
         states.append(last[:, 0])
     expected = torch.cat(outputs, dim=1), torch.cat(states, dim=1)
-    found = model.unroll(obs, starts, state)
+    found = network(obs, starts, state)
     close(found, expected)
-    weights = list(model.lstm.parameters()) + list(model.encoder.parameters())
-    loss = torch.randn(T, 2, module.HIDDEN)
+    weights = list(network.parameters())
+    loss = torch.randn(T, 2, 3)
     gradients = [torch.autograd.grad((x[0] * loss).sum(), weights) for x in (found, expected)]
     close(*gradients)
-    rows = [model.unroll(obs[:1], starts[:1], state)]  # a step at a time, as acting does
+    rows = [network(obs[:1], starts[:1], state)]  # a step at a time, as acting does
     for t in range(1, T):
-        rows.append(model.unroll(obs[t : t + 1], starts[t : t + 1], rows[-1][1]))
+        rows.append(network(obs[t : t + 1], starts[t : t + 1], rows[-1][1]))
     close((torch.cat([row for row, _ in rows]), rows[-1][1]), expected)
 
 
 @BOTH
 def test_policies_are_torchs_distributions(module, float64):
-    features = torch.randn(5, 2, module.HIDDEN)
+    outputs = torch.randn(5, 2, 3)
     masks = torch.rand(5, 2, 3) > 0.4
     masks[..., 0] = True
     for space in (gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (3,))):
         model = make(module, space).model
-        policy, values = model.heads(features, masks)
-        close(values, model.critic(features)[..., 0])
-        expected = policy_of(None, model, features, masks)
+        policy = model.policy(outputs, masks)
+        expected = policy_of(model, outputs, masks)
         noise = torch.rand(5, 2, 3)
         actions = policy.sample(noise)
         close(policy.log_prob(actions), expected.log_prob(actions))
@@ -319,8 +325,8 @@ def test_evaluation_remembers_and_does_not_explore(module, env_id, monkeypatch):
         obs, info = env.reset(seed=seed)
         ended = False
         for action in (action for name, action in taken if name == seed):
-            state = lstm_step(agent.model, torch.tensor(np.float32(obs)) / 8, *state)
-            outputs = agent.model.actor(state[0]).detach().numpy()
+            state = lstm_step(agent.model.actor, torch.tensor(np.float32(obs)) / 8, *state)
+            outputs = agent.model.actor.head(state[0]).detach().numpy()
             if agent.model.discrete:
                 expected = np.where(info["action_mask"], outputs, -np.inf).argmax()
             else:

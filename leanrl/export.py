@@ -1,0 +1,227 @@
+"""Writes the policy of a run as one ONNX file, for a robot, a browser or a game engine.
+
+    python leanrl/export.py runs/RUN                      # runs/RUN/policy.onnx, of its checkpoint
+    python leanrl/export.py runs/RUN --script my_copy.py  # of a copy that has another name
+    python leanrl/export.py runs/RUN --out walk.onnx
+
+The file takes raw observations, N at a time, and gives actions in the environment's units, without
+noise: normalization, squashing, scaling and clipping are inside.
+
+    input   obs (N, O) float32; of Atari (N, 4, 84, 84) uint8
+    output  action (N, A) float32; of discrete actions (N,) int64, the likeliest or best one, and
+            scores (N, A), log-probabilities or Q-values, for who masks invalid ones
+    LSTM    also takes state (2, N, H), zero where an episode begins, and gives next_state
+
+Its metadata say env_id, script, the bounds of actions and, of a MuJoCo model, the control rate in
+Hz and the names of joints and actuators, as JSON. Needs requirements/onnx.txt.
+"""
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import gymnasium as gym
+import torch
+import tyro
+from gymnasium.spaces import Box
+from torch import Tensor, nn
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Args:
+    run_dir: tyro.conf.Positional[Path]  # a run's directory, with a checkpoint.pt
+    script: Path | None = None  # the file that made it; by default the one of the run's name
+    out: Path | None = None  # where to; by default policy.onnx beside the checkpoint
+
+
+# Policies: raw observations -> actions
+
+
+class Squashed(nn.Module):
+    """SAC and TD3, whose actions fill their box."""
+
+    def __init__(self, agent: nn.Module):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, obs: Tensor) -> Tensor:
+        noise = torch.zeros_like(self.agent.actor.action_bias)
+        if hasattr(self.agent, "normalize"):
+            obs = self.agent.normalize(obs)
+        if hasattr(self.agent.actor, "perturbed"):
+            return self.agent.actor(obs)
+        actions, _ = self.agent.actor.sample(obs, noise)
+        return actions
+
+
+class Clipped(nn.Module):
+    """The mean of a Gaussian policy, clipped to the box; with statistics of observations."""
+
+    def __init__(self, agent: nn.Module, space: Box, statistics: dict[str, Tensor] | None):
+        super().__init__()
+        self.agent = agent
+        self.register_buffer("low", torch.as_tensor(space.low))
+        self.register_buffer("high", torch.as_tensor(space.high))
+        means, variances = torch.zeros(1, 1), torch.ones(1, 1)
+        if statistics:  # a row per environment, which are pooled
+            means = statistics["obs_rms_mean"]
+            variances = statistics["obs_rms_var"]
+        self.normalizes = bool(statistics)
+        self.register_buffer("mean", means.mean(dim=0).float())
+        pooled = means.var(dim=0, correction=0) + variances.mean(dim=0)
+        self.register_buffer("std", (pooled + 1e-8).sqrt().float())
+
+    def forward(self, obs: Tensor) -> Tensor:
+        if self.normalizes:
+            obs = ((obs - self.mean) / self.std).clamp(-10, 10)
+        mean, *_ = self.agent.model(obs)
+        return mean.clamp(self.low, self.high)
+
+
+class Best(nn.Module):
+    """The likeliest or best of discrete actions."""
+
+    def __init__(self, agent: nn.Module):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.agent.model(obs)
+        scores = scores[0] if isinstance(scores, tuple) else scores
+        return scores.argmax(dim=-1), scores
+
+
+class Recurrent(nn.Module):
+    """PPO with an LSTM, a step at a time."""
+
+    def __init__(self, agent: nn.Module, space: gym.Space, statistics: dict[str, Tensor]):
+        super().__init__()
+        self.model = agent.model
+        self.actor = agent.model.actor
+        self.observed = list(agent.args.observed)
+        if isinstance(space, Box):
+            self.register_buffer("low", torch.as_tensor(space.low))
+            self.register_buffer("high", torch.as_tensor(space.high))
+        std = (statistics["obs_rms_var"] + 1e-8).sqrt()
+        self.register_buffer("mean", statistics["obs_rms_mean"].float())
+        self.register_buffer("std", std.float())
+
+    def forward(self, obs: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        obs = obs[:, self.observed] if self.observed else obs
+        obs = ((obs - self.mean) / self.std).clamp(-10, 10)
+        x = self.actor.encoder(obs).tanh()
+        features, state = self.actor.lstm(x[None], (state[:1], state[1:]))
+        outputs = self.actor.head(features[0])
+        next_state = torch.cat(state)
+        if not self.model.discrete:
+            return outputs.clamp(self.low, self.high), next_state
+        scores = outputs.log_softmax(dim=-1)
+        return scores.argmax(dim=-1), scores, next_state
+
+
+# From a checkpoint to a file
+
+
+def load_script(path: Path) -> ModuleType:
+    """The file as a module; what it imports may stand beside it."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_policy(module: ModuleType, checkpoint: dict) -> tuple[nn.Module, tuple, gym.Env | None]:
+    """The policy of a checkpoint, inputs of two rows, and the environment that it is for."""
+    args = module.Args(**checkpoint["args"])
+    weights, statistics = checkpoint["agent"], checkpoint.get("statistics")
+    Agent = next(getattr(module, x) for x in ("SAC", "TD3", "PQN", "PPO") if hasattr(module, x))
+    if hasattr(module, "AtariEnvs"):
+        name = "model.actor.weight" if "model.actor.weight" in weights else "model.head.weight"
+        agent = Agent(args, len(weights[name]), CPU)
+        agent.load_state_dict(weights)
+        return Best(agent), (torch.zeros(2, *module.OBS_SHAPE, dtype=torch.uint8),), None
+
+    env = gym.make(args.env_id)
+    if hasattr(module, "mujoco_worlds"):
+        space = (gym.make_vec(args.env_id, num_envs=1),)
+    elif hasattr(module, "NormalizedEnvs"):
+        env = gym.wrappers.FlattenObservation(env)
+        space = (len(args.observed) or env.observation_space.shape[0], env.action_space)
+    else:
+        space = (env.observation_space.shape[0], env.action_space)
+        if Agent.__name__ == "PPO":
+            space = (space[0], gym.spaces.flatdim(env.action_space))
+    agent = Agent(args, *space, CPU)
+    agent.load_state_dict(weights)
+    obs = torch.zeros(2, env.observation_space.shape[0])
+    if hasattr(module, "NormalizedEnvs"):
+        policy = Recurrent(agent, env.action_space, statistics)
+        return policy, (obs, torch.zeros(2, 2, module.HIDDEN)), env
+    if hasattr(agent, "actor"):
+        return Squashed(agent), (obs,), env
+    if isinstance(env.action_space, Box):
+        return Clipped(agent, env.action_space, statistics), (obs,), env
+    return Best(agent), (obs,), env
+
+
+def describe(module: ModuleType, checkpoint: dict, env: gym.Env | None) -> dict:
+    """What whoever runs the file needs to know."""
+    metadata = {"env_id": checkpoint["args"]["env_id"], "script": module.__name__}
+    metadata["environment_steps"] = checkpoint["global_step"]
+    if env is None:
+        return metadata
+    if isinstance(env.action_space, Box):
+        metadata["action_low"] = env.action_space.low.tolist()
+        metadata["action_high"] = env.action_space.high.tolist()
+    model = getattr(env.unwrapped, "model", None)
+    if hasattr(model, "actuator"):  # MuJoCo's
+        metadata["control_hz"] = 1 / env.unwrapped.dt
+        metadata["joints"] = [model.joint(i).name for i in range(model.njnt)]
+        metadata["actuators"] = [model.actuator(i).name for i in range(model.nu)]
+    return metadata
+
+
+def main(args: Args) -> Path:
+    """Exports and returns the file."""
+    import onnx
+
+    path = args.run_dir / "checkpoint.pt"
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    script = args.script or Path(__file__).with_name(f"{checkpoint['args']['exp_name']}.py")
+    module = load_script(script)
+    policy, inputs, env = make_policy(module, checkpoint)
+    names = ["obs", "state"][: len(inputs)]
+    outputs = ["action", "scores"]
+    if env and isinstance(env.action_space, Box):
+        outputs.remove("scores")
+    shapes = ({0: "N"}, {1: "N"})[: len(inputs)]
+    outputs += ["next_state"] * (len(inputs) - 1)
+    out = args.out or args.run_dir / "policy.onnx"
+    torch.onnx.export(
+        policy.eval(),
+        inputs,
+        out,
+        input_names=names,
+        output_names=outputs,
+        dynamic_shapes=shapes,
+        external_data=False,
+        dynamo=True,
+        verbose=False,
+    )
+    model = onnx.load(out)
+    metadata = describe(module, checkpoint, env)
+    onnx.helper.set_model_props(model, {name: json.dumps(x) for name, x in metadata.items()})
+    onnx.save(model, out)
+    print(f"{out}: {out.stat().st_size:,} bytes, {', '.join(names)} -> {', '.join(outputs)}")
+    return out
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
