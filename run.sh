@@ -158,7 +158,7 @@ case $command in
         needs+=(requirements/{study,test}.txt)
         ;;
     test)
-        needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray}.txt)
+        needs+=(requirements/{envpool,wandb,video,study,test,requirements-ray,onnx}.txt)
         if [[ ${1:-} == --triton ]]; then
             needs+=(requirements/triton.txt)
             shift

@@ -34,7 +34,7 @@ LEARNED = [  # algorithm, records, what others have published
     ("PQN", ["pqn_atari_breakout"], "-"),
     ("PPO on CartPoles", ["ppo_cartpole"], "500 is the most"),
 ]
-WORLDS = ("halfcheetah", "hopper", "walker2d", "ant", "humanoid")
+WORLDS = ("halfcheetah", "hopper", "hopper_gamma", "walker2d", "ant", "humanoid")
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
     "CleanRL's SAC / TD3 / PPO in training, v4": {
         "HalfCheetah-v5": "9,635 / 9,583 / 1,443",
