@@ -6,8 +6,9 @@ r"""The field benchmark: how fast an algorithm is here and in other libraries, o
 Stable-Baselines3 (PyTorch) and SBX (JAX) against our baseline, the variant eager and the variant
 with --compile: HalfCheetah-v5, the settings of `ALGORITHMS`, all else each library's default. SAC
 and TD3 make an update per step; only our PPO normalizes. PPO on MuJoCo's worlds: ours on 64, the
-library on one (ppo_mujoco), or on 64 as well (ppo_mujoco_64). PPO for Atari: Breakout, 8 games
-(ppo_atari) or 64 (ppo_atari_64), ours on EnvPool. PQN for Atari: against CleanRL's
+library on one (ppo_mujoco), or on 64 as well (ppo_mujoco_64). PPO with an LSTM: SB3-Contrib's, 16
+environments. PPO for Atari: Breakout, 8 games (ppo_atari) or 64 (ppo_atari_64), ours on EnvPool. PQN
+for Atari: against CleanRL's
 pqn_atari_envpool.py, which is not part of this project and wants old packages:
 
     pip install --target OLD --no-deps gym==0.23.1 gym_notices cloudpickle envpool==0.8.4
@@ -40,7 +41,7 @@ import rounds
 import run_dirs
 
 PEER = "CleanRL"
-LIBRARIES = {"Stable-Baselines3": "stable_baselines3", "SBX": "sbx"}
+LIBRARIES = {"Stable-Baselines3": "stable_baselines3", "SBX": "sbx", "SB3-Contrib": "sb3_contrib"}
 SB3 = ("Stable-Baselines3",)
 WORLDS = {
     "--env-id": "worlds/HalfCheetah-v5",
@@ -64,7 +65,7 @@ class Algorithm:
     steady_after: int  # steps, in the libraries; JAX has long compiled by then
     script: str  # in leanrl/, without what makes it the baseline or the variant
     env_id: str = "HalfCheetah-v5"
-    libraries: tuple = tuple(LIBRARIES)
+    libraries: tuple = ("Stable-Baselines3", "SBX")
     rows: dict = field(default_factory=lambda: OURS)
     num_envs: int = 1  # in the libraries
 
@@ -105,11 +106,25 @@ ATARI = Algorithm(
     num_envs=8,
     rows=OURS | {"LeanRL compile, channels last": CHANNELS_LAST},
 )
+LSTM = replace(
+    PPO,
+    theirs={
+        "n_steps": 64,
+        "batch_size": 256,
+        "policy_kwargs": {"lstm_hidden_size": 64, "net_arch": [64]},
+    },
+    steps=20 * 1024,
+    steady_after=3 * 1024,
+    script="ppo_lstm",
+    libraries=("SB3-Contrib",),
+    num_envs=16,
+)
 ON_WORLDS = replace(PPO, script="ppo_mujoco_worlds", ours=WORLDS, libraries=SB3)
 ALGORITHMS = {
     "sac": OFF_POLICY,
     "td3": replace(OFF_POLICY, script="td3_continuous_action"),
     "ppo": PPO,
+    "ppo_lstm": LSTM,
     "ppo_mujoco": ON_WORLDS,
     "ppo_mujoco_64": replace(
         ON_WORLDS,
@@ -136,7 +151,17 @@ ALGORITHMS = {
         rows={name: row for name, row in ATARI.rows.items() if name != "LeanRL eager"},
     ),
 }
-PACKAGES = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco", "ale-py", "numpy")
+PACKAGES = (
+    "stable-baselines3",
+    "sb3-contrib",
+    "sbx-rl",
+    "torch",
+    "jax",
+    "gymnasium",
+    "mujoco",
+    "ale-py",
+    "numpy",
+)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -176,7 +201,9 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.cores)
     born = time.perf_counter()
     clock = Clock()
-    make = getattr(importlib.import_module(library), algorithm.partition("_")[0].upper())
+    recurrent = settings.script == LSTM.script
+    name = "RecurrentPPO" if recurrent else algorithm.partition("_")[0].upper()
+    make = getattr(importlib.import_module(library), name)
     if settings.script == ATARI.script:
         import ale_py
         import gymnasium
@@ -188,7 +215,7 @@ def work(options: argparse.Namespace) -> None:
         policy = "CnnPolicy"
     else:
         env = make_vec_env(settings.env_id, settings.num_envs)
-        policy = "MlpPolicy"
+        policy = "MlpLstmPolicy" if recurrent else "MlpPolicy"
     agent = make(policy, env, seed=seed, **settings.theirs).learn(steps, callback=clock)
     seconds = time.perf_counter() - clock.start
     result = {
