@@ -61,6 +61,7 @@ FIELD = {  # algorithm -> records: of two machines where there are two
     "SAC": ["field/sac__epyc", "field/sac_awake__epyc"],
     "TD3": ["field/td3__epyc", "field/td3_two_threads__epyc"],
     "PPO": ["field/ppo__epyc-avx512", "field/ppo__epyc-avx2"],
+    "PPO with an LSTM": ["field/ppo_lstm__epyc"],
     "PPO for Atari": ["field/ppo_atari__epyc"],
     "PPO for Atari, 64 environments": ["field/ppo_atari_64__epyc"],
     "PQN for Atari": ["field/pqn_atari__epyc"],
@@ -273,8 +274,8 @@ def against_others(title: str, found: dict, compiled: str) -> list[str]:
     line = [title, found["machine"]["cpu"]["vectors"]]
     for entrant in (other, "SBX", "LeanRL baseline", compiled):
         line.append(speeds.get(entrant, "-"))
-    if other == "CleanRL":
-        line[2] += " (CleanRL)"
+    if other != "Stable-Baselines3":
+        line[2] += f" ({other})"
     for library in (other, "SBX"):
         line.append(times_as_fast(found["rounds"], compiled, library))
     return [*line, str(len(found["rounds"]))]

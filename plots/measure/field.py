@@ -7,9 +7,9 @@ Stable-Baselines3 (PyTorch) and SBX (JAX) against our baseline, the variant eage
 with --compile: HalfCheetah-v5, the settings of `ALGORITHMS`, all else each library's default. SAC
 and TD3 make an update per step; only our PPO normalizes. PPO on MuJoCo's worlds: ours on 64, the
 library on one (ppo_mujoco), or on 64 as well (ppo_mujoco_64). PPO with an LSTM: SB3-Contrib's, 16
-environments. PPO for Atari: Breakout, 8 games (ppo_atari) or 64 (ppo_atari_64), ours on EnvPool. PQN
-for Atari: against CleanRL's
-pqn_atari_envpool.py, which is not part of this project and wants old packages:
+environments. PPO for Atari: Breakout, 8 games (ppo_atari) or 64 (ppo_atari_64), ours on EnvPool.
+PQN for Atari: against CleanRL's pqn_atari_envpool.py, which is not part of this project and wants
+old packages:
 
     pip install --target OLD --no-deps gym==0.23.1 gym_notices cloudpickle envpool==0.8.4
     python plots/measure/field.py --algorithm pqn_atari \
