@@ -33,6 +33,8 @@ LEARNED = [  # algorithm, records, what others have published
     ("PPO for Atari", ["ppo_atari_breakout"], "-"),
     ("PQN", ["pqn_atari_breakout"], "-"),
     ("PPO on CartPoles", ["ppo_cartpole"], "500 is the most"),
+    ("PPO with an LSTM, no velocities", ["ppo_lstm_cartpole"], "500 is the most"),
+    ("PPO with an LSTM, no velocities", ["ppo_lstm_pendulum"], "-"),
 ]
 WORLDS = ("halfcheetah", "hopper", "hopper_gamma", "walker2d", "ant", "humanoid")
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
