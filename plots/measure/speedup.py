@@ -75,6 +75,7 @@ SCRIPTS = {
     "td3_continuous_action": OFF_POLICY,
     "ppo_continuous_action": CONTINUOUS,
     "ppo_continuous_action_async": CONTINUOUS,
+    "ppo_lstm": Lengths("--total-timesteps 20480", "--total-timesteps 8192", 1000),
     "ppo_atari_envpool": ATARI,
     "ppo_atari_envpool_multigpu": ATARI,
     "pqn_atari_envpool": ATARI,
