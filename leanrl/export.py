@@ -42,6 +42,33 @@ class Args:
 # Policies: raw observations -> actions
 
 
+class Normalize(nn.Module):
+    """Observations by the running statistics of a checkpoint: (O,), or a row per environment."""
+
+    def __init__(self, statistics: dict[str, Tensor]):
+        super().__init__()
+        means = torch.atleast_2d(statistics["obs_rms_mean"])
+        variances = torch.atleast_2d(statistics["obs_rms_var"])
+        variance = means.var(dim=0, correction=0) + variances.mean(dim=0)
+        self.register_buffer("mean", means.mean(dim=0).float())
+        self.register_buffer("std", (variance + 1e-8).sqrt().float())
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return ((obs - self.mean) / self.std).clamp(-10, 10)
+
+
+class Clip(nn.Module):
+    """Actions to their box."""
+
+    def __init__(self, space: Box):
+        super().__init__()
+        self.register_buffer("low", torch.as_tensor(space.low))
+        self.register_buffer("high", torch.as_tensor(space.high))
+
+    def forward(self, actions: Tensor) -> Tensor:
+        return actions.clamp(self.low, self.high)
+
+
 class Squashed(nn.Module):
     """SAC and TD3, whose actions fill their box."""
 
@@ -50,37 +77,27 @@ class Squashed(nn.Module):
         self.agent = agent
 
     def forward(self, obs: Tensor) -> Tensor:
-        noise = torch.zeros_like(self.agent.actor.action_bias)
+        actor = self.agent.actor
+        if hasattr(actor, "perturbed"):
+            return actor(obs)
         if hasattr(self.agent, "normalize"):
             obs = self.agent.normalize(obs)
-        if hasattr(self.agent.actor, "perturbed"):
-            return self.agent.actor(obs)
-        actions, _ = self.agent.actor.sample(obs, noise)
+        actions, _ = actor.sample(obs, torch.zeros_like(actor.action_bias))
         return actions
 
 
-class Clipped(nn.Module):
-    """The mean of a Gaussian policy, clipped to the box; with statistics of observations."""
+class Mean(nn.Module):
+    """The mean of a Gaussian policy."""
 
     def __init__(self, agent: nn.Module, space: Box, statistics: dict[str, Tensor] | None):
         super().__init__()
-        self.agent = agent
-        self.register_buffer("low", torch.as_tensor(space.low))
-        self.register_buffer("high", torch.as_tensor(space.high))
-        means, variances = torch.zeros(1, 1), torch.ones(1, 1)
-        if statistics:  # a row per environment, which are pooled
-            means = statistics["obs_rms_mean"]
-            variances = statistics["obs_rms_var"]
-        self.normalizes = bool(statistics)
-        self.register_buffer("mean", means.mean(dim=0).float())
-        pooled = means.var(dim=0, correction=0) + variances.mean(dim=0)
-        self.register_buffer("std", (pooled + 1e-8).sqrt().float())
+        self.normalize = Normalize(statistics) if statistics else nn.Identity()
+        self.model = agent.model
+        self.clip = Clip(space)
 
     def forward(self, obs: Tensor) -> Tensor:
-        if self.normalizes:
-            obs = ((obs - self.mean) / self.std).clamp(-10, 10)
-        mean, *_ = self.agent.model(obs)
-        return mean.clamp(self.low, self.high)
+        mean, *_ = self.model(self.normalize(obs))
+        return self.clip(mean)
 
 
 class Best(nn.Module):
@@ -101,25 +118,19 @@ class Recurrent(nn.Module):
 
     def __init__(self, agent: nn.Module, space: gym.Space, statistics: dict[str, Tensor]):
         super().__init__()
-        self.model = agent.model
-        self.actor = agent.model.actor
         self.observed = list(agent.args.observed)
-        if isinstance(space, Box):
-            self.register_buffer("low", torch.as_tensor(space.low))
-            self.register_buffer("high", torch.as_tensor(space.high))
-        std = (statistics["obs_rms_var"] + 1e-8).sqrt()
-        self.register_buffer("mean", statistics["obs_rms_mean"].float())
-        self.register_buffer("std", std.float())
+        self.normalize = Normalize(statistics)
+        self.actor = agent.model.actor
+        self.clip = Clip(space) if isinstance(space, Box) else None
 
     def forward(self, obs: Tensor, state: Tensor) -> tuple[Tensor, ...]:
         obs = obs[:, self.observed] if self.observed else obs
-        obs = ((obs - self.mean) / self.std).clamp(-10, 10)
-        x = self.actor.encoder(obs).tanh()
+        x = self.actor.encoder(self.normalize(obs)).tanh()
         features, state = self.actor.lstm(x[None], (state[:1], state[1:]))
         outputs = self.actor.head(features[0])
         next_state = torch.cat(state)
-        if not self.model.discrete:
-            return outputs.clamp(self.low, self.high), next_state
+        if self.clip:
+            return self.clip(outputs), next_state
         scores = outputs.log_softmax(dim=-1)
         return scores.argmax(dim=-1), scores, next_state
 
@@ -137,11 +148,16 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
+def agent_class(module: ModuleType) -> type:
+    """The class of a script's agent."""
+    return next(getattr(module, x) for x in ("SAC", "TD3", "PQN", "PPO") if hasattr(module, x))
+
+
 def make_policy(module: ModuleType, checkpoint: dict) -> tuple[nn.Module, tuple, gym.Env | None]:
     """The policy of a checkpoint, inputs of two rows, and the environment that it is for."""
     args = module.Args(**checkpoint["args"])
     weights, statistics = checkpoint["agent"], checkpoint.get("statistics")
-    Agent = next(getattr(module, x) for x in ("SAC", "TD3", "PQN", "PPO") if hasattr(module, x))
+    Agent = agent_class(module)
     if hasattr(module, "AtariEnvs"):
         name = "model.actor.weight" if "model.actor.weight" in weights else "model.head.weight"
         agent = Agent(args, len(weights[name]), CPU)
@@ -167,7 +183,7 @@ def make_policy(module: ModuleType, checkpoint: dict) -> tuple[nn.Module, tuple,
     if hasattr(agent, "actor"):
         return Squashed(agent), (obs,), env
     if isinstance(env.action_space, Box):
-        return Clipped(agent, env.action_space, statistics), (obs,), env
+        return Mean(agent, env.action_space, statistics), (obs,), env
     return Best(agent), (obs,), env
 
 

@@ -50,8 +50,7 @@ def make(name: str, **more) -> tuple:
     flags = flags | {"exp_name": name, "seed": SEED, "eval_episodes": EPISODES} | more
     args = module.Args(**flags)
     torch.manual_seed(SEED)
-    kind = next(getattr(module, x) for x in ("SAC", "TD3", "PQN", "PPO") if hasattr(module, x))
-    agent = kind(args, *space, CPU)
+    agent = export.agent_class(module)(args, *space, CPU)
     with torch.no_grad():
         for key, tensor in agent.state_dict().items():
             if tensor.is_floating_point() and "action_" not in key and "var" not in key:
