@@ -162,7 +162,7 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
         return self.normalize(obs), infos
 
     def step(self, actions: np.ndarray) -> tuple:
-        """infos have `final_obs` (N, O), which is obs where no episode ended."""
+        """In a step that ends an episode infos have `final_obs` (N, O), obs where none ended."""
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
         ended = terminated | truncated
         self.obs_rms.update(obs)
@@ -170,10 +170,11 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
         self.return_rms.update(self.returns)
         self.returns[ended] = 0
         rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
-        final_obs = obs.copy()
-        for i in np.flatnonzero(ended):
-            final_obs[i] = infos["final_obs"][i]
-        infos["final_obs"] = self.normalize(final_obs)
+        if ended.any():
+            final_obs = obs.copy()
+            for i in np.flatnonzero(ended):
+                final_obs[i] = infos["final_obs"][i]
+            infos["final_obs"] = self.normalize(final_obs)
         return self.normalize(obs), rewards.clip(-10, 10), terminated, truncated, infos
 
     def state_dict(self) -> dict[str, Tensor]:
