@@ -102,11 +102,9 @@ def lstm_step(network, obs, output, cell) -> tuple:
 def follow(seen, n: int) -> list[dict]:
     """Environment n alone -> for each rollout what it must hold."""
     zeros = (torch.zeros(baseline.HIDDEN),) * 2
-    states, begins, obs = (
-        {"actor": zeros, "critic": zeros},
-        True,
-        torch.tensor([SEED + n, 0, 0]) / 8,
-    )
+    states = {"actor": zeros, "critic": zeros}
+    begins = True
+    obs = torch.tensor([SEED + n, 0, 0]) / 8
     found = []
     for r, (model, *_) in enumerate(seen.learned):
         rows = {name: [] for name in ("obs", "starts", "values", "final_values", "outputs")}
