@@ -44,7 +44,6 @@ RAY_AUTH_TOKEN.
 import argparse
 import asyncio
 import ctypes
-import fcntl
 import graphlib
 import hashlib
 import inspect
@@ -206,7 +205,7 @@ class Record:
         """
         state = self.status.get("state", "unknown")
         if state in ("running", "stopping"):  # who gets the lock sees that no launcher holds it
-            with suppress(SweepError, OSError), lock(self.folder.parent, fcntl.LOCK_SH):
+            with suppress(SweepError, OSError), lock(self.folder.parent, shared=True):
                 return "lost"
         return state
 
@@ -280,11 +279,14 @@ def put_away(folder: Path) -> None:
             (folder / name).replace(there / name)
 
 
-def lock(folder: Path, kind: int = fcntl.LOCK_EX):
+def lock(folder: Path, shared: bool = False):
     """The open file that holds the lock of a group's folder; SweepError if a launcher has it."""
+    import fcntl  # which Windows lacks
+
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("a+")  # NFSv4 shares a lock only on a file open for reading
     try:
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SweepError(f"{folder.name} has a launcher at work already") from None
@@ -434,7 +436,10 @@ def slots(workers: int | None, gpus_per_run: float | None, found: list[str]) -> 
         starts = range(0, len(found) - size + 1, size)
         shares = [",".join(found[i : i + size]) for i in starts]
     shares = shares[:workers]
-    threads = max(1, len(os.sched_getaffinity(0)) // len(shares))
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # Linux's
+        cores = len(os.sched_getaffinity(0))  # that this process may use
+    threads = max(1, cores // len(shares))
     environments = []
     for share in shares:
         environment = {"OMP_NUM_THREADS": str(threads)}

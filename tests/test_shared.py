@@ -94,6 +94,15 @@ def test_algorithm_comes_first(stem):
     assert main.rstrip().count("\n") < limit
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "leanrl").glob("*.py")), ids=lambda path: path.stem)
+def test_nothing_at_import_needs_linux(path):
+    of_unix = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
+            assert not of_unix & names
+
+
 # Flags
 
 
