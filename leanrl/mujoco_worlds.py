@@ -590,7 +590,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
             return torch.zeros(num_envs, *shape, device=device)
 
         def to_device(array):
-            return torch.tensor(array, device=device).float()
+            return torch.tensor(array, dtype=torch.float32, device=device)
 
         self.state = s = self.physics.state
         s.actions = zeros(self.model.nu)

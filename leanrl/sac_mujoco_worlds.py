@@ -57,6 +57,7 @@ class Args:
     seed: int = 1  # seed of the environments and of every random generator
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
     cuda: bool = True  # train on CUDA where there is a device
+    device: str | None = None  # another one, by PyTorch's name: mps, xpu
     torch_threads: int = 1  # of a CPU; more pay only while nothing else wants the cores
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 products
     track: bool = False  # also send the run to Weights & Biases
@@ -377,7 +378,8 @@ def main(args: Args) -> Path:
     torch.set_flush_denormal(True)  # Adam's averages decay to numbers that are ten times slower
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
+    device = torch.device(args.device or default)
     period = math.lcm(args.policy_frequency, args.target_network_frequency) / args.utd_ratio
     run = Run(args, device, args.num_envs, steady_after=STEADY_AFTER * period)
     seed = args.seed + run.start_step
@@ -513,6 +515,7 @@ class Stopwatch:
 
     def __init__(self, device, warmup_steps=0, trace=False, trace_after=500, trace_iterations=20):
         self.on_gpu = device.type == "cuda"
+        self.backend = torch.get_device_module(device)
         self.warmup_steps = warmup_steps
         self.trace_after = trace_after if trace else 0  # iterations of the window
         self.plan = torch.profiler.schedule(wait=0, warmup=1, active=trace_iterations, repeat=1)
@@ -549,7 +552,7 @@ class Stopwatch:
         """Ends an iteration; `steps` counts the environment steps since construction."""
         self.stage("untracked")
         if self.sampling:
-            torch.cuda.synchronize()
+            self.backend.synchronize()
             self.samples += 1
             for (_, begin), (name, end) in pairwise(self.events):
                 self.gpu_seconds[name] += begin.elapsed_time(end) / 1e3
@@ -571,8 +574,7 @@ class Stopwatch:
         """Of the steady window or, until the warm-up has ended, of the run so far."""
         if self.profiler:
             return self.untraced
-        if self.on_gpu:
-            torch.cuda.synchronize()  # what is still queued belongs to it
+        self.backend.synchronize()  # what is still queued belongs to it
         self.stage(self.current)
         steps = self.steps - self.first_step
         seconds = self.last - self.start - self.seconds["evaluation"]
@@ -605,6 +607,7 @@ class Run:
         warmup_steps = max(getattr(args, "learning_starts", 0) - self.step, 0) + steady_after
         self.watch = Stopwatch(device, warmup_steps, args.stopwatch == "trace", **trace)
         self.stage = self.watch.stage
+        self.backends = [torch] if device.type == "cpu" else [torch, self.watch.backend]
         self.stopped = False
         self.ending = self.step >= self.total_steps
 
@@ -685,7 +688,7 @@ class Run:
                     raise FloatingPointError(f"step {self.step:,}: {name} is not finite")
         state |= {"args": self.flags, "global_step": self.step, "agent": agent.state_dict()}
         state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in agent.optimizers]
-        state["generators"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        state["generators"] = [backend.get_rng_state() for backend in self.backends]
         partial = self.dir / "checkpoint.partial"
         torch.save(state, partial)
         partial.replace(self.dir / "checkpoint.pt")  # a crash leaves the old one or the new one
@@ -696,9 +699,8 @@ class Run:
         agent.load_state_dict(checkpoint["agent"])
         for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer.state_dict() | {"state": copy.deepcopy(state)})
-        cpu_state, *gpu_states = checkpoint["generators"]
-        torch.set_rng_state(cpu_state)
-        torch.cuda.set_rng_state_all(gpu_states[: torch.cuda.device_count()])
+        for backend, generator in zip(self.backends, checkpoint["generators"], strict=False):
+            backend.set_rng_state(generator)
         return checkpoint
 
     def close(self):

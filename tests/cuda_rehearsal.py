@@ -2,6 +2,7 @@
 
     python tests/cuda_rehearsal.py leanrl/sac_continuous_action_torchcompile.py --cudagraphs
     python tests/cuda_rehearsal.py --backend aot_eager SCRIPT --compile --cudagraphs
+    python tests/cuda_rehearsal.py --accelerator mps leanrl/sac_continuous_action.py --device mps
     python tests/cuda_rehearsal.py -m pytest tests/test_parity.py -m gpu
 
 Tensors "on CUDA" are CPU tensors whose storage carries a mark, which `device`, `is_cuda`, `to` and
@@ -9,7 +10,8 @@ Tensors "on CUDA" are CPU tensors whose storage carries a mark, which `device`, 
 places, notes where the host waits and, during a capture, records. A replay runs what was recorded
 on the same memory; as in a CUDA graph, what Python computed stays as it was. Before some replays
 of a CudaGraphModule Python runs once more, and a number, branch or tensor that is not what was
-recorded is named with its file and line. torch is changed for the whole process.
+recorded is named with its file and line. torch is changed for the whole process. Of another
+accelerator than CUDA only places and waits are rehearsed, and that MPS has no float64.
 
 At the end come lists of waits and problems; the exit status is 1 if there are problems. What a
 rehearsal cannot show is listed in .github/CONTRIBUTING.md.
@@ -36,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(torch.__file__)), "<")
 UNWRITTEN = 0xFF  # each byte of a graph's memory before a replay, so that who reads it reads NaN
 problems, waits, counts = Counter(), Counter(), Counter()
@@ -60,7 +62,7 @@ def report_problem(text: str, at: str | None = None, fatal: bool = True) -> None
 
 
 def place_of(tensor: Tensor) -> str | None:
-    """What its storage is marked with: "cuda", "pinned" or None."""
+    """What its storage is marked with: "device", "pinned" or None."""
     try:
         return getattr(tensor.untyped_storage(), "rehearsed_place", None)
     except (NotImplementedError, RuntimeError):  # it has no storage
@@ -72,12 +74,12 @@ def put(tensor: Tensor, place: str | None) -> Tensor:
     return tensor
 
 
-def on_cuda(tensor: Tensor) -> bool:
-    return not Rehearsal.tracing and place_of(tensor) == "cuda"
+def on_device(tensor: Tensor) -> bool:
+    return not Rehearsal.tracing and place_of(tensor) == "device"
 
 
-def is_cuda(device) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
+def is_device(device) -> bool:
+    return device is not None and torch.device(device).type == DEVICE.type
 
 
 def key_of(tensor: Tensor) -> int:
@@ -223,7 +225,7 @@ class Graph:
                 self.before[key_of(tensor)] = memory, memory.clone()
         result = function(*args, **kwargs)
         new = [tensor for tensor in tensors_in(result) if key_of(tensor) not in known]
-        self.made |= {key_of(tensor): put(tensor, "cuda").untyped_storage() for tensor in new}
+        self.made |= {key_of(tensor): put(tensor, "device").untyped_storage() for tensor in new}
         places = [self.keep(tensor) for tensor in tensors_in(result)]
 
         def call():
@@ -333,38 +335,40 @@ class Rehearsal(TorchDispatchMode):
             return function(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         device, place = kwargs.get("device"), None
-        if is_cuda(device):
-            place, kwargs["device"] = "cuda", CPU
+        if is_device(device):
+            place, kwargs["device"] = "device", CPU
         elif kwargs.get("pin_memory"):
             place, kwargs["pin_memory"] = "pinned", False
-        elif any(map(on_cuda, inputs)) and (device is None or function._schema.name in STAYING):
-            place = "cuda"
-        if place == "cuda" or any(map(on_cuda, inputs)):
-            function = partial(on_device, function, inputs)
+        elif any(map(on_device, inputs)) and (device is None or function._schema.name in STAYING):
+            place = "device"
+        if place == "device" or any(map(on_device, inputs)):
+            function = partial(call_on_device, function, inputs)
         result = function(*args, **kwargs)
         for tensor in tensors_in(result) if place else ():
             if key_of(tensor) not in map(key_of, inputs):
                 put(tensor, place)
+            if place == "device" and DEVICE.type == "mps" and tensor.dtype == torch.float64:
+                report_problem("MPS has no float64")
         return result
 
 
-def on_device(function, inputs, *args, **kwargs):
+def call_on_device(function, inputs, *args, **kwargs):
     """Calls an operator on the device, after what CUDA would say about it."""
     arguments = function._schema.arguments
     name = function._schema.name.split("::")[1]
     joins = name in ("cat", "stack")  # others take numbers of the CPU, too
-    elsewhere = [x for x in inputs if (x.dim() or joins) and not on_cuda(x)]
+    elsewhere = [x for x in inputs if (x.dim() or joins) and not on_device(x)]
     if elsewhere and len(elsewhere) < len(inputs) and name not in MIXING:
         report_problem(f"{name}: expected all tensors to be on the same device")
     generator = getattr(kwargs.get("generator"), "_cdata", None)
-    if generator and generator not in Generator.of_cuda:
+    if generator and generator not in Generator.on_device:
         report_problem(f"{name}: expected a generator of CUDA, found one of the CPU")
     if generator and Graph.current and generator not in Graph.current.generators:
         report_problem(f"{name}: the generator is not registered with the graph")
     if name in WAITING:
         wait(name)
     for index in tensors_in(args[1]) if name in INDEXING else ():
-        if not on_cuda(index):
+        if not on_device(index):
             upload(index, non_blocking=False)
         elif index.dtype == torch.bool:
             wait(f"{name} by a mask")
@@ -376,7 +380,7 @@ def on_device(function, inputs, *args, **kwargs):
         sources = tensors_in(args[1]) or [torch.tensor(args[1])]  # of a number
         copies = list(zip(tensors_in(args[0]), sources, strict=True))
     for target, source in copies:
-        if on_cuda(target) and not on_cuda(source):
+        if on_device(target) and not on_device(source):
             upload(source, non_blocking)
     if not Graph.current:
         if not (function.is_view or name in NOTHING):
@@ -388,7 +392,7 @@ def on_device(function, inputs, *args, **kwargs):
         result = Graph.current.record(name, function, args, kwargs, inputs, written)
         Graph.current.record_transfers(copies)
     for target, source in copies:
-        if on_cuda(source) and not on_cuda(target):
+        if on_device(source) and not on_device(target):
             download(target, non_blocking)
     return result
 
@@ -400,44 +404,44 @@ device_of = Tensor.device.__get__
 def to(self, *args, copy=False, **kwargs):
     args = [y for x in args for y in ((x.device, x.dtype) if isinstance(x, Tensor) else (x,))]
     device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    here, dtype = on_cuda(self), dtype or self.dtype
-    there = here if device is None else is_cuda(device)
+    here, dtype = on_device(self), dtype or self.dtype
+    there = here if device is None else is_device(device)
     options = {"memory_format": memory_format} if memory_format else {}
     if here == there:
         device = device_of(self) if there or device is None else device
         return original["to"](self, device, dtype, copy=copy, **options)
-    result = torch.empty_like(self, dtype=dtype, device=CUDA if there else CPU, **options)
+    result = torch.empty_like(self, dtype=dtype, device=DEVICE if there else CPU, **options)
     if non_blocking and not there:
         put(result, "pinned")  # as PyTorch does
     return result.copy_(self, non_blocking=non_blocking)
 
 
 def numpy(self, **kwargs):
-    if on_cuda(self):
+    if on_device(self):
         report_problem("numpy: the tensor is on CUDA, use .cpu() first")
     return original["numpy"](self, **kwargs)
 
 
 def tolist(self):
-    if on_cuda(self):
+    if on_device(self):
         wait("tolist")
     return original["tolist"](self)
 
 
 def make_tensor(function, *args, device=None, **kwargs):
     """Stands in for torch.tensor and its like, which no dispatch mode sees."""
-    if is_cuda(device):
+    if is_device(device):
         return function(*args, **kwargs).to(device)
     return function(*args, **kwargs if device is None else kwargs | {"device": device})
 
 
 class Generator(torch.Generator):
-    of_cuda = {torch.default_generator._cdata: None}  # both devices draw from that one
+    on_device = {torch.default_generator._cdata: None}  # both devices draw from that one
 
     def __new__(cls, device="cpu"):
         self = super().__new__(cls)
-        if is_cuda(device):
-            cls.of_cuda[self._cdata] = self
+        if is_device(device):
+            cls.on_device[self._cdata] = self
         return self
 
 
@@ -450,14 +454,16 @@ def trace(function, *args, **kwargs):
         Rehearsal.tracing -= 1
 
 
-def install(backend: str | None = None) -> None:
+def install(backend: str | None = None, accelerator: str = "cuda") -> None:
     """Changes torch for good; `backend` is torch.compile's, which otherwise compiles nothing."""
-    Tensor.device = property(lambda self: CUDA if on_cuda(self) else device_of(self))
-    Tensor.is_cuda = property(on_cuda)
+    global DEVICE
+    DEVICE = torch.device(accelerator, 0)
+    Tensor.device = property(lambda self: DEVICE if on_device(self) else device_of(self))
+    Tensor.is_cuda = property(lambda self: DEVICE.type == "cuda" and on_device(self))
     Tensor.to, Tensor.numpy, Tensor.tolist = to, numpy, tolist
     Tensor.pin_memory = lambda self: put(self.detach().clone(), "pinned")
     Tensor.cpu = lambda self, **kwargs: to(self, CPU, **kwargs)
-    Tensor.cuda = lambda self, *_, **kwargs: to(self, CUDA, **kwargs)
+    Tensor.cuda = lambda self, *_, **kwargs: to(self, DEVICE, **kwargs)
     copy = original["__deepcopy__"]
     Tensor.__deepcopy__ = lambda self, memo: put(copy(self, memo), place_of(self))
     for name in ("tensor", "as_tensor", "asarray"):
@@ -469,6 +475,11 @@ def install(backend: str | None = None) -> None:
         torch.compile = lambda *args, **kwargs: real_compile(*args, **kwargs | {"backend": backend})
     frames._compile = partial(trace, frames._compile)
 
+    module = torch.get_device_module(DEVICE)
+    module.synchronize = lambda *_: wait("synchronize")
+    if accelerator != "cuda":
+        module.get_rng_state, module.set_rng_state = torch.get_rng_state, torch.set_rng_state
+        return
     torch.utils._triton.has_triton = lambda: False  # it would ask a GPU what it can do
     # builds for CUDA would ask the driver whether a graph is being captured
     torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda optimizer: None
@@ -487,7 +498,6 @@ def install(backend: str | None = None) -> None:
         for name, module in product(names.split(), (cuda, cuda.random)):
             setattr(module, name, lambda *_, value=value, **__: value)  # Dynamo has rules for each
     cuda.CUDAGraph, cuda.graph, cuda.Event = Graph, capture, Event
-    cuda.synchronize = lambda *_: wait("synchronize")
     cuda.default_generators = (torch.default_generator,)
     replay, connect = CudaGraphModule.__call__, dist.init_process_group
     CudaGraphModule.__call__ = lambda *args, **kwargs: call_graph_module(replay, *args, **kwargs)
@@ -495,9 +505,11 @@ def install(backend: str | None = None) -> None:
 
 
 def main(command: list[str]) -> None:
-    backend = command[1] if command[0] == "--backend" else None
-    command = command[2:] if backend else command
-    install(backend)
+    options = {}
+    while command[0] in ("--backend", "--accelerator"):
+        name, value, *command = command
+        options[name[2:]] = value
+    install(**options)
     is_module = command[0] == "-m"
     sys.argv = command[is_module:]
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(command[0]))

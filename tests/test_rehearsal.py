@@ -11,6 +11,7 @@ import json
 import linecache
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,7 +176,7 @@ RIGHT += (copied_when_its_event_is_waited_for,)
 def row(rate: float, count: int) -> dict:
     """Of metrics; before the first is read, and in an iteration that is a sample, it waits."""
     waits = rate if rate == 1 else 2 * rate
-    return {"row = {tag: float(value)": rate * count, "torch.cuda.synchronize()": waits}
+    return {"row = {tag: float(value)": rate * count, "self.backend.synchronize()": waits}
 
 
 OFF_POLICY = {"env_id": "Pendulum-v1", "batch_size": 32, "learning_starts": 40}
@@ -200,12 +201,12 @@ PPO_WAITS = row(1, 7) | {
 CARTPOLE_WAITS = {
     "row = dict(zip(row, torch.stack(": 1,
     "mean_return = returns.nanmean().item()": 1,
-    "torch.cuda.synchronize()": 1,
+    "self.backend.synchronize()": 1,
 }
 EACH_ROLLOUT = {
     "last_values = agent.value(torch.as_tensor(obs": 1,
     "columns = {name: column.to(": 3,  # once per rollout: rewards, ended, final_values
-    "torch.cuda.synchronize()": 2,  # the first iteration of the window is a sample
+    "self.backend.synchronize()": 2,  # the first iteration of the window is a sample
 }
 EACH_STEP = EACH_ROLLOUT | {"actions = sample.cpu()": 16}
 EACH_HALF = EACH_ROLLOUT | {"envs.pool.send(sample.cpu()": 2 * 16}
@@ -254,6 +255,21 @@ GROUPS = {
         "PPO": ("ppo_continuous_action", PPO | {"compile": True}, None),
     },
 }
+MPS = {  # baselines on another accelerator than CUDA, a Mac's
+    "mps": {
+        "SAC": (SAC, OFF_POLICY),
+        "PPO": ("ppo_continuous_action", PPO),
+        "MuJoCo": ("ppo_mujoco_worlds", TENSORS | HOPPER | {"total_timesteps": 64 * 16 * 2}),
+    },
+    "mps, slow": {
+        "TD3": (TD3, OFF_POLICY),
+        "LSTM": ("ppo_lstm", PPO | {"num_envs": 4, "total_timesteps": 4 * 16 * 2}),
+        "CartPole": ("ppo_cartpole_gpu", TENSORS),
+        "SAC, MuJoCo": ("sac_mujoco_worlds", WORLDS | {"total_timesteps": 400}),
+        "Atari": ("ppo_atari_envpool", ATARI | {"total_timesteps": 4 * 16 * 2}),
+        "PQN": ("pqn_atari_envpool", ATARI | {"total_timesteps": 4 * 16 * 2}),
+    },
+}
 
 
 # What runs in the rehearsal
@@ -278,6 +294,7 @@ def difference(plain: Path, rehearsed: Path, tolerance: float) -> str | None:
     """The first one between two checkpoints."""
     expected, computed = read_checkpoint(plain), read_checkpoint(rehearsed)
     del expected["args"], computed["args"]
+    del computed["generators"][1:]  # the device's
     try:
         return assert_same(computed, expected, tolerance=tolerance)
     except AssertionError as error:
@@ -329,6 +346,25 @@ def rehearse(name: str, script: str, flags: dict) -> dict:
     }
 
 
+def rehearse_mps(name: str, script: str, flags: dict) -> dict:
+    """As above, of a baseline "on MPS", without graphs; evaluated and resumed, too."""
+    from cuda_rehearsal import counts, problems
+
+    module = importlib.import_module(f"leanrl.{script}")
+    counts.clear()
+    problems.clear()
+    flags = flags | {"save_model": True, "eval_every": 10**6, "eval_episodes": 1}
+    run_dirs = []
+    for device, mode in ("cpu", _disable_current_modes()), ("mps", nullcontext()):
+        with mode:
+            run_dir = module.main(module.Args(**flags, device=device, exp_name=f"{name}, {device}"))
+            more = flags | {"total_timesteps": flags["total_timesteps"] * 3 // 2}
+            module.main(module.Args(**more, device=device, resume=str(run_dir)))
+        run_dirs.append(run_dir)
+    differs = difference(*run_dirs, 0.0)
+    return {"differs": differs, "problems": list(problems), "launches": counts["launches"] > 0}
+
+
 # What was found there
 
 
@@ -340,6 +376,7 @@ def found(tmp_path_factory):
     @functools.cache
     def run(group: str) -> dict:
         options = ("--backend", "aot_eager") if group == "compiled" else ()
+        options = ("--accelerator", "mps") if group in MPS else options
         command = [sys.executable, REHEARSAL, *options, __file__, group, f"{group}.json"]
         said = subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
         file = folder / f"{group}.json"
@@ -381,6 +418,16 @@ def test_cuda_computes_what_the_cpu_does(group, name, found):
     assert found(group)[name]["problems"] == []
     assert found(group)[name]["differs"] is None
     assert found(group)[name]["replays"] >= 10
+
+
+ON_MPS = [pytest.param("mps", name) for name in MPS["mps"]]
+ON_MPS += [pytest.param("mps, slow", name, marks=pytest.mark.slow) for name in MPS["mps, slow"]]
+
+
+@pytest.mark.parametrize(("group", "name"), ON_MPS)
+def test_another_accelerator_computes_what_the_cpu_does(group, name, found):
+    """All is where --device says, nothing asks for CUDA, and no float64 is needed."""
+    assert found(group)[name] == {"differs": None, "problems": [], "launches": True}
 
 
 @pytest.mark.parametrize(("group", "name"), WAITING)
@@ -468,6 +515,9 @@ def test_kernel_compiles_for_gpus_that_are_not_here(capability, monkeypatch):
 if __name__ == "__main__":
     group, out = sys.argv[1:]
     torch.set_num_threads(1)  # as --compile does for good: the number is part of what is computed
-    found = {name: rehearse(name, *run[:2]) for name, run in GROUPS[group].items()}
-    found["bugs"] = {function.__name__: accuse(function) for function in (*BUGS, *RIGHT)}
+    if group in MPS:
+        found = {name: rehearse_mps(name, *run) for name, run in MPS[group].items()}
+    else:
+        found = {name: rehearse(name, *run[:2]) for name, run in GROUPS[group].items()}
+        found["bugs"] = {function.__name__: accuse(function) for function in (*BUGS, *RIGHT)}
     Path(out).write_text(json.dumps(found))
