@@ -40,7 +40,11 @@ SHOWN = (  # the scripts of README's table, in its order
     "ppo_cartpole_gpu",
 )
 # the race's entrants, where a reader knows them by another name
-PEERS = {"zoo's PPO": "Stable-Baselines3 PPO", "zoo's SAC": "Stable-Baselines3 SAC"}
+PEERS = {
+    "zoo's PPO": "Stable-Baselines3 PPO",
+    "zoo's SAC": "Stable-Baselines3 SAC",
+    "zoo's RecurrentPPO": "SB3-Contrib RecurrentPPO",
+}
 # what may differ between runs of one table: the rest of args are settings that must agree
 FREE_ARGS = {"exp_name", "seed", "compile", "cudagraphs", "track", "wandb_project_name"}
 FREE_ARGS |= {"wandb_entity", "stopwatch", "resume", "save_model"}

@@ -1,9 +1,11 @@
 """The race: its moments and minutes, what is kept of it, and the table."""
 
+import importlib
 import json
 import os
 from types import SimpleNamespace
 
+import gymnasium
 import processes
 import pytest
 import race
@@ -174,17 +176,39 @@ def test_the_table_has_returns_at_moments_and_minutes_to_a_level(runs, tmp_path)
 
 def test_what_is_told_of_a_run_suits_its_library(monkeypatch):
     """Zoo's settings are those of the tasks that it has tuned; flags are flags of our scripts."""
-    from leanrl import ppo_mujoco_worlds_torchcompile as ppo
-
     for (entrant, task), flags in race.FLAGS.items():
         assert entrant in race.OURS and task in race.LEVELS
-        ppo.Args(**flags)
+        script = importlib.import_module(f"leanrl.{race.OURS[entrant]}_torchcompile")
+        script.Args(**flags)
     assert race.ZOO.keys() == race.LEVELS.keys()
-    assert all(set(steps) == set(race.LEVELS) for steps in race.STEPS.values())
+    assert all(set(steps) <= set(race.LEVELS) for steps in race.STEPS.values())
+    for task in race.LEVELS:
+        racing = race.racers(task)
+        hidden = task in race.NO_VELOCITIES
+        assert hidden == ("PPO with memory" in racing) == ("zoo's RecurrentPPO" in racing)
+        assert all(task in race.STEPS[entrant] for entrant in racing if entrant in race.STEPS)
     told = []
     monkeypatch.setattr(
         race, "train_and_evaluate", lambda script, args, moments: told.append(args.env_id)
     )
-    for entrant in race.OURS:
-        race.train_ours(entrant, "Walker2d-v5", 1, 5)
+    for entrant in race.racers("Walker2d-v5"):
+        if entrant in race.OURS:
+            race.train_ours(entrant, "Walker2d-v5", 1, 5)
     assert told == 2 * ["worlds/Walker2d-v5"] + 3 * ["Walker2d-v5"]
+
+
+def test_velocities_are_not_seen():
+    for hidden, (env_id, seen) in race.NO_VELOCITIES.items():
+        env, whole = gymnasium.make(hidden), gymnasium.make(env_id)
+        expected, _ = whole.reset(seed=3)
+        obs, _ = env.reset(seed=3)
+        assert obs.shape == env.observation_space.shape and obs in env.observation_space
+        assert (obs == expected[seen]).all()
+        env.action_space.seed(3)
+        for _ in range(1000):
+            action = env.action_space.sample()
+            (obs, *told), (expected, *others) = env.step(action), whole.step(action)
+            assert (obs == expected[seen]).all() and told == others
+            if told[1] or told[2]:
+                break
+        assert told[1] or told[2], "its time limit is the environment's"

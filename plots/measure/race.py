@@ -2,6 +2,7 @@
 
     bash run.sh race                                        hours; files in plots/out/
     bash run.sh race --entrants "PPO on worlds" --tasks Humanoid-v5 --seeds 1     one line of it
+    bash run.sh race --tasks HalfCheetahNoVel-v5 --minutes 10      with memory, velocities unseen
     taskset -c 0,2,4,6 bash run.sh race        where a core is two processors: one of each
 
 Every second counts from the start of the program: imports, compilation with an empty cache,
@@ -16,7 +17,8 @@ changed script would make otherwise is deleted from it by hand.
                     of plots/README.md, PPO's steps such that its rate comes down within the time
     zoo             Stable-Baselines3 with the hyperparameters of RL Baselines3 Zoo, which has tuned
                     them for these tasks' v3: commit 00128b5 of DLR-RM/rl-baselines3-zoo,
-                    hyperparams/{ppo,sac}.yml
+                    hyperparams/{ppo,sac}.yml. Of SB3-Contrib's RecurrentPPO those of ppo_lstm.yml,
+                    commit 22e3ff2; for the cheetah, which it has not tuned, those of our script
     SBX             (JAX) TQC with the library's defaults
     CleanRL         not run: a dotted line, the return of its SAC in training after 1 M steps of the
                     v4 task as it publishes it (docs.cleanrl.dev)
@@ -41,9 +43,11 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import processes
 import program
@@ -55,6 +59,14 @@ LEVELS = {  # of return, that tell a robot that has learned its task from one th
     "HalfCheetah-v5": 8000,
     "Walker2d-v5": 4500,
     "Humanoid-v5": 5000,
+    "CartPoleNoVel-v1": 475,
+    "PendulumNoVel-v1": -250,
+    "HalfCheetahNoVel-v5": 3000,
+}
+NO_VELOCITIES = {  # task -> the environment, and what of its observations is seen
+    "CartPoleNoVel-v1": ("CartPole-v1", [0, 2]),
+    "PendulumNoVel-v1": ("Pendulum-v1", [0, 1]),
+    "HalfCheetahNoVel-v5": ("HalfCheetah-v5", [*range(8)]),
 }
 CLEANRL = {"HalfCheetah-v5": 9635, "Walker2d-v5": 3591, "Humanoid-v5": 4996}
 PUBLISHED = "CleanRL's SAC (published; in training, 1 M steps)"
@@ -64,13 +76,16 @@ OURS = {  # entrant -> script
     "PPO": "ppo_continuous_action",
     "SAC": "sac_continuous_action",
     "TD3": "td3_continuous_action",
+    "PPO with memory": "ppo_lstm",
 }
 LIBRARIES = {  # entrant -> package and algorithm
     "zoo's PPO": ("stable_baselines3", "PPO"),
     "zoo's SAC": ("stable_baselines3", "SAC"),
     "SBX TQC": ("sbx", "TQC"),
+    "zoo's RecurrentPPO": ("sb3_contrib", "RecurrentPPO"),
 }
 ENTRANTS = (*OURS, *LIBRARIES)
+WITH_MEMORY = ("PPO with memory", "zoo's RecurrentPPO")
 COLOURS = {entrant: f"C{i}" for i, entrant in enumerate(ENTRANTS)}
 STEPS = {  # that PPO makes in about a minute of a core, so that it is at its end in time
     "PPO on worlds": {
@@ -82,9 +97,32 @@ STEPS = {  # that PPO makes in about a minute of a core, so that it is at its en
         "HalfCheetah-v5": 250_000,
         "Walker2d-v5": 200_000,
         "Humanoid-v5": 60_000,
+        "PendulumNoVel-v1": 250_000,
+        "HalfCheetahNoVel-v5": 200_000,
+    },
+    "PPO with memory": {
+        "CartPoleNoVel-v1": 60_000,
+        "PendulumNoVel-v1": 60_000,
+        "HalfCheetahNoVel-v5": 70_000,
+    },
+    "zoo's RecurrentPPO": {
+        "CartPoleNoVel-v1": 40_000,
+        "PendulumNoVel-v1": 40_000,
+        "HalfCheetahNoVel-v5": 45_000,
     },
 }
-FLAGS = {("PPO on worlds", "Humanoid-v5"): {"num_steps": 64, "desired_kl": 0.02}}
+FLAGS = {
+    ("PPO on worlds", "Humanoid-v5"): {"num_steps": 64, "desired_kl": 0.02},
+    ("PPO", "PendulumNoVel-v1"): {"gamma": 0.9},
+    ("PPO with memory", "CartPoleNoVel-v1"): {"compile": False},  # it takes longer than to learn
+    ("PPO with memory", "PendulumNoVel-v1"): {"gamma": 0.9, "num_minibatches": 8},
+}
+ZOOS_LSTM = {  # and ReLU, below
+    "ortho_init": False,
+    "lstm_hidden_size": 64,
+    "enable_critic_lstm": True,
+    "net_arch": {"pi": [64], "vf": [64]},
+}
 ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
     "HalfCheetah-v5": {
         "batch_size": 64,
@@ -119,10 +157,40 @@ ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
         "max_grad_norm": 2,
         "vf_coef": 0.431892,
     },
+    "CartPoleNoVel-v1": {
+        "n_envs": 8,
+        "n_steps": 32,
+        "batch_size": 256,
+        "gae_lambda": 0.8,
+        "gamma": 0.98,
+        "n_epochs": 20,
+        "learning_rate": lambda left: 1e-3 * left,
+        "clip_range": lambda left: 0.2 * left,
+        "policy_kwargs": ZOOS_LSTM,
+    },
+    "PendulumNoVel-v1": {
+        "n_envs": 4,
+        "n_steps": 1024,
+        "gae_lambda": 0.95,
+        "gamma": 0.9,
+        "n_epochs": 10,
+        "learning_rate": 1e-3,
+        "clip_range": 0.2,
+        "use_sde": True,
+        "sde_sample_freq": 4,
+        "policy_kwargs": ZOOS_LSTM,
+    },
+    "HalfCheetahNoVel-v5": {  # ours
+        "n_envs": 16,
+        "n_steps": 64,
+        "batch_size": 256,
+        "learning_rate": lambda left: 1e-3 * left,
+        "policy_kwargs": {"lstm_hidden_size": 64, "net_arch": [64]},
+    },
 }
 WIDE = ("HalfCheetah-v5", "Humanoid-v5")  # the zoo's networks of 256 for PPO
 VERSIONS = re.compile("^versions (.*)$", re.MULTILINE)
-PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sbx-rl", "jax")
+PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "sbx-rl", "jax")
 # on a line of its own or after the progress bar
 LINE = re.compile(r"after ([\d.]+) min: (\d+) \w+, return (\S+)$", re.MULTILINE)
 
@@ -134,6 +202,20 @@ def moments(minutes: int) -> list[float]:
 
 
 # Workers
+
+
+def make_without_velocities(task: str, **settings) -> gymnasium.Env:
+    """The environment of one of NO_VELOCITIES."""
+    env_id, seen = NO_VELOCITIES[task]
+    env = gymnasium.make(env_id, **settings)
+    box = env.observation_space
+    box = gymnasium.spaces.Box(box.low[seen], box.high[seen], dtype=box.dtype)
+    return gymnasium.wrappers.TransformObservation(env, lambda obs: obs[seen], box)
+
+
+for hidden in NO_VELOCITIES:
+    entry_point = partial(make_without_velocities, hidden)
+    gymnasium.register(hidden, entry_point, disable_env_checker=True, order_enforce=False)
 
 
 class Clock:
@@ -203,7 +285,7 @@ def train_and_evaluate(script, args, moments: list[float]) -> None:
 
 def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
     script = importlib.import_module(f"leanrl.{OURS[entrant]}_torchcompile")
-    flags = FLAGS.get((entrant, task), {})
+    flags = {"compile": True} | FLAGS.get((entrant, task), {})
     steps = STEPS[entrant][task] * minutes if entrant in STEPS else 10**9
     args = script.Args(
         exp_name=f"race-{entrant}",  # so that no table of the script takes it in
@@ -213,7 +295,6 @@ def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
         eval_every=1,
         cuda=False,
         torch_threads=1,
-        compile=True,
         **flags,
     )
     train_and_evaluate(script, args, moments(minutes))
@@ -228,13 +309,21 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
     clock = Clock()
     waiting = moments(minutes)
     package, algorithm = LIBRARIES[entrant]
-    normalized = algorithm == "PPO"
+    normalized = "PPO" in algorithm
 
     class Evaluation(BaseCallback):
         def _on_step(self) -> bool:
             shown = clock.seconds()
             if shown < 60 * waiting[0]:
                 return True
+            self.evaluate(shown)
+            return bool(waiting)
+
+        def _on_training_end(self) -> None:
+            if waiting:  # its steps are made
+                self.evaluate(clock.seconds())
+
+        def evaluate(self, shown: float) -> None:
             test_env = make_vec_env(task, 10)
             if normalized:
                 test_env = VecNormalize(test_env, training=False, norm_reward=False)
@@ -244,16 +333,18 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
             clock.go_back(shown)
             say(shown, self.num_timesteps, mean_return)
             waiting.pop(0)
-            return bool(waiting)
 
     make = getattr(importlib.import_module(package), algorithm)
-    env = make_vec_env(task, 1)
-    settings = {}
+    settings = dict(ZOO[task]) if normalized else {}
+    env = make_vec_env(task, settings.pop("n_envs", 1))
     if normalized:
         import torch
 
-        settings = {"n_steps": 512, **ZOO[task]}
-        env = VecNormalize(env, gamma=settings["gamma"])
+        env = VecNormalize(env, gamma=settings.get("gamma", 0.99))
+        if settings.get("policy_kwargs") is ZOOS_LSTM:
+            settings["policy_kwargs"] = ZOOS_LSTM | {"activation_fn": torch.nn.ReLU}
+        elif algorithm == "PPO":
+            settings.setdefault("n_steps", 512)
         if task in WIDE:
             layers = [256, 256]
             settings["policy_kwargs"] = {
@@ -264,12 +355,21 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
             }
     elif package == "stable_baselines3":
         settings = {"learning_starts": 10_000}
-    on = {"device": "cpu"} if package == "stable_baselines3" else {}
-    agent = make("MlpPolicy", env, seed=seed, **settings, **on)
-    agent.learn(10**9, callback=Evaluation())
+    on = {} if package == "sbx" else {"device": "cpu"}
+    policy = "MlpLstmPolicy" if algorithm == "RecurrentPPO" else "MlpPolicy"
+    agent = make(policy, env, seed=seed, **settings, **on)
+    steps = STEPS[entrant][task] * minutes if entrant in STEPS else 10**9
+    agent.learn(steps, callback=Evaluation())
 
 
 # All runs
+
+
+def racers(task: str) -> list[str]:
+    """Where velocities are unseen those with memory, and PPO without if it has such actions."""
+    if task not in NO_VELOCITIES:
+        return [entrant for entrant in ENTRANTS if entrant not in WITH_MEMORY]
+    return [*WITH_MEMORY, *(["PPO"] if task in STEPS["PPO"] else [])]
 
 
 def make(wanted: list[tuple], options: argparse.Namespace) -> tuple[list[dict], list[str]]:
@@ -460,7 +560,8 @@ def draw(runs: list[dict], minutes: int, stem: Path) -> None:
             place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
             ax.annotate(text, (minutes, y), color=colour, fontsize=7.5, **place)
     panels[0][0].set_ylabel("return of ten episodes without noise")
-    figure.supxlabel(f"dotted: {PUBLISHED}", fontsize=8, color="gray")
+    if CLEANRL.keys() & tasks:
+        figure.supxlabel(f"dotted: {PUBLISHED}", fontsize=8, color="gray")
     curves.save(figure, stem)
 
 
@@ -499,8 +600,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
     parser.set_defaults(seeds=2)
     parser.add_argument("--minutes", type=program.few, default=30, help="per run")
-    parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, default=list(ENTRANTS))
-    parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=list(LEVELS))
+    parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, help="who is for the tasks")
+    seen = [task for task in LEVELS if task not in NO_VELOCITIES]
+    parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=seen)
     parser.add_argument("--worker", choices=ENTRANTS, help="internal: one run")
     options = parser.parse_args(arguments)
     if options.worker:
@@ -509,12 +611,13 @@ def main(arguments: list[str] | None = None) -> int:
         (task,) = options.tasks
         train(options.worker, task, options.seed, options.minutes)
         return 0
-    if set(options.entrants) & LIBRARIES.keys():
-        processes.check_field(parser, options, "race")
     wanted = []
     for seed in range(1, options.seeds + 1):  # each seed of all before the next one
         for task in options.tasks:
-            wanted += [(entrant, task, seed) for entrant in options.entrants]
+            entrants = options.entrants or racers(task)
+            wanted += [(entrant, task, seed) for entrant in entrants]
+    if {entrant for entrant, *_ in wanted} & LIBRARIES.keys():
+        processes.check_field(parser, options, "race")
     runs, failures = make(wanted, options)
     mine = longest(runs, options.minutes)
     if mine:
