@@ -53,7 +53,7 @@ class Args:
     seed: int = 1  # seed of the environments and of every random generator
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
     cuda: bool = True  # train on CUDA where there is a device
-    device: str | None = None  # another one, by PyTorch's name: mps, xpu
+    device: str | None = None  # train there instead, whatever --cuda says: mps, xpu
     torch_threads: int = 1  # of a CPU; more pay only while nothing else wants the cores
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 products
     track: bool = False  # also send the run to Weights & Biases
@@ -660,10 +660,10 @@ def evaluate(agent: SAC, args: Args, video: Path) -> float:
 
 # >>> run: edit leanrl/stopwatch.py, then: python leanrl/stopwatch.py --stamp >>>
 class Stopwatch:
-    """Seconds per stage and steady steps/s; on a GPU also its seconds per stage, sampled."""
+    """Seconds per stage and steady steps/s; with CUDA also the GPU's seconds per stage, sampled."""
 
     def __init__(self, device, warmup_steps=0, trace=False, trace_after=500, trace_iterations=20):
-        self.on_gpu = device.type == "cuda"
+        self.on_cuda = device.type == "cuda"
         self.backend = torch.get_device_module(device)
         self.warmup_steps = warmup_steps
         self.trace_after = trace_after if trace else 0  # iterations of the window
@@ -716,7 +716,7 @@ class Stopwatch:
             self.untraced = self.measure()
             self.profiler = torch.profiler.profile(schedule=self.plan)
             self.profiler.start()
-        self.sampling = self.on_gpu and self.iterations % 61 == 0
+        self.sampling = self.on_cuda and self.iterations % 61 == 0
         self.events = []
 
     def measure(self):
@@ -756,7 +756,7 @@ class Run:
         warmup_steps = max(getattr(args, "learning_starts", 0) - self.step, 0) + steady_after
         self.watch = Stopwatch(device, warmup_steps, args.stopwatch == "trace", **trace)
         self.stage = self.watch.stage
-        self.backends = [torch] if device.type == "cpu" else [torch, self.watch.backend]
+        self.backends = {device.type: self.watch.backend, "cpu": torch}
         self.stopped = False
         self.ending = self.step >= self.total_steps
 
@@ -774,7 +774,7 @@ class Run:
         self.suffix = f"_{self.step}.json" if args.resume else ".json"
         config = {"args": self.flags, "command": " ".join(sys.argv)}
         config["versions"] = {"torch": torch.__version__}
-        config["gpu"] = torch.cuda.get_device_name() if self.watch.on_gpu else None
+        config["gpu"] = torch.cuda.get_device_name() if self.watch.on_cuda else None
         (self.dir / f"config{self.suffix}").write_text(json.dumps(config, indent=2))
         if args.track:
             import wandb
@@ -837,7 +837,7 @@ class Run:
                     raise FloatingPointError(f"step {self.step:,}: {name} is not finite")
         state |= {"args": self.flags, "global_step": self.step, "agent": agent.state_dict()}
         state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in agent.optimizers]
-        state["generators"] = [backend.get_rng_state() for backend in self.backends]
+        state["generators"] = {name: x.get_rng_state() for name, x in self.backends.items()}
         partial = self.dir / "checkpoint.partial"
         torch.save(state, partial)
         partial.replace(self.dir / "checkpoint.pt")  # a crash leaves the old one or the new one
@@ -848,8 +848,8 @@ class Run:
         agent.load_state_dict(checkpoint["agent"])
         for optimizer, state in zip(agent.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer.state_dict() | {"state": copy.deepcopy(state)})
-        for backend, generator in zip(self.backends, checkpoint["generators"], strict=False):
-            backend.set_rng_state(generator)
+        for name in self.backends.keys() & checkpoint["generators"]:
+            self.backends[name].set_rng_state(checkpoint["generators"][name])
         return checkpoint
 
     def close(self):

@@ -306,7 +306,8 @@ def start(variant: Variant, environment: dict, root: Path) -> subprocess.Popen:
     libc = ctypes.CDLL(None)
 
     def begin():
-        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a launcher's death ends its runs
+        if sys.platform == "linux":
+            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a launcher's death ends its runs
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
 
     # Before the process begins, so that a `stop` that comes while it does is not written over.

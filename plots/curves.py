@@ -187,7 +187,7 @@ def once(runs: list[Run], by: list[str] | None = None) -> list[Run]:
     free = (FREE_ARGS | {"torch_threads"}) - {"seed", *(by or [])}
     found = {}
     for run in sorted(runs, key=lambda run: not run.missing):  # whole ones last: the last counts
-        told = [(name, value) for name, value in run.settings.items() if name not in free]
+        told = [(name, x) for name, x in run.settings.items() if name not in free and x is not None]
         found[run.script, run.row, repr(sorted(told))] = run
     return list(found.values())
 

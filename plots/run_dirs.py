@@ -113,7 +113,8 @@ class Run:
 
     @property
     def hardware(self) -> str:
-        return self.config["gpu"] or processor(self.config["cpu"])
+        device = self.config["args"].get("device")  # of another accelerator than CUDA
+        return self.config["gpu"] or device or processor(self.config["cpu"])
 
     def series(self, tags: list[str] | None = None) -> dict[str, "Series"]:
         """Those of the metrics `tags`, or all."""

@@ -361,7 +361,7 @@ def call_on_device(function, inputs, *args, **kwargs):
     if elsewhere and len(elsewhere) < len(inputs) and name not in MIXING:
         report_problem(f"{name}: expected all tensors to be on the same device")
     generator = getattr(kwargs.get("generator"), "_cdata", None)
-    if generator and generator not in Generator.on_device:
+    if generator and generator not in Generator.of_device:
         report_problem(f"{name}: expected a generator of CUDA, found one of the CPU")
     if generator and Graph.current and generator not in Graph.current.generators:
         report_problem(f"{name}: the generator is not registered with the graph")
@@ -436,12 +436,12 @@ def make_tensor(function, *args, device=None, **kwargs):
 
 
 class Generator(torch.Generator):
-    on_device = {torch.default_generator._cdata: None}  # both devices draw from that one
+    of_device = {torch.default_generator._cdata: None}  # both devices draw from that one
 
     def __new__(cls, device="cpu"):
         self = super().__new__(cls)
         if is_device(device):
-            cls.on_device[self._cdata] = self
+            cls.of_device[self._cdata] = self
         return self
 
 
@@ -506,7 +506,7 @@ def install(backend: str | None = None, accelerator: str = "cuda") -> None:
 
 def main(command: list[str]) -> None:
     options = {}
-    while command[0] in ("--backend", "--accelerator"):
+    while command and command[0] in ("--backend", "--accelerator"):
         name, value, *command = command
         options[name[2:]] = value
     install(**options)

@@ -482,7 +482,7 @@ def test_a_resumed_run_goes_on(module, tmp_path):
     assert seen.pools[0].made["seed"] == SEED + seen.size
     saved = dict(before.checkpoint["agent"]), before.checkpoint["optimizers"]
     torch.testing.assert_close(seen.begun, saved, atol=0, rtol=0)
-    assert torch.equal(seen.generators[0], before.checkpoint["generators"][0])
+    assert torch.equal(seen.generators[0], before.checkpoint["generators"]["cpu"])
     assert [rate for rate, *_ in seen.epochs] == [pytest.approx(RATE / 2)] * EPOCHS
 
 

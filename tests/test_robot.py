@@ -51,7 +51,7 @@ def trained(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(processes, "run_and_read", run_and_read)
         patch.setattr(robot.run_dirs, "ROOT", tmp_path)
-        patch.setitem(robot.race.LEVELS, TASK, 1000)
+        patch.setitem(robot.race.STEPS["PPO on worlds"], TASK, 1000)
         patch.setattr(robot, "try_to_shoot", lambda path: f"no film of {path.name}")
         assert robot.main(["--tasks", TASK, "--steps", "30", "--out", str(tmp_path / "out")]) == 0
     (found,) = read_record(tmp_path / "out/robot")["robots"]

@@ -351,7 +351,7 @@ def test_networks_and_optimizers_are_restored(done, resumed):
 
 @each(ALONE)
 def test_the_generator_goes_on(done, resumed):
-    assert torch.equal(resumed.generator, done.checkpoint["generators"][0])
+    assert torch.equal(resumed.generator, done.checkpoint["generators"]["cpu"])
 
 
 @each(ALONE)

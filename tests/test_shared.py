@@ -95,7 +95,7 @@ def test_algorithm_comes_first(stem):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "leanrl").glob("*.py")), ids=lambda path: path.stem)
-def test_nothing_at_import_needs_linux(path):
+def test_nothing_at_import_needs_unix(path):
     of_unix = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

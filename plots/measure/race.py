@@ -180,7 +180,7 @@ ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
         "sde_sample_freq": 4,
         "policy_kwargs": ZOOS_LSTM,
     },
-    "HalfCheetahNoVel-v5": {  # ours
+    "HalfCheetahNoVel-v5": {  # not tuned there: of our script
         "n_envs": 16,
         "n_steps": 64,
         "batch_size": 256,
@@ -366,7 +366,7 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
 
 
 def racers(task: str) -> list[str]:
-    """Where velocities are unseen those with memory, and PPO without if it has such actions."""
+    """Who races there: with velocities unseen those with memory, and PPO if actions are a box."""
     if task not in NO_VELOCITIES:
         return [entrant for entrant in ENTRANTS if entrant not in WITH_MEMORY]
     return [*WITH_MEMORY, *(["PPO"] if task in STEPS["PPO"] else [])]
@@ -600,7 +600,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
     parser.set_defaults(seeds=2)
     parser.add_argument("--minutes", type=program.few, default=30, help="per run")
-    parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, help="who is for the tasks")
+    parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, help="all that suit the tasks")
     seen = [task for task in LEVELS if task not in NO_VELOCITIES]
     parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=seen)
     parser.add_argument("--worker", choices=ENTRANTS, help="internal: one run")
@@ -614,7 +614,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = []
     for seed in range(1, options.seeds + 1):  # each seed of all before the next one
         for task in options.tasks:
-            entrants = options.entrants or racers(task)
+            entrants = [x for x in racers(task) if x in (options.entrants or ENTRANTS)]
             wanted += [(entrant, task, seed) for entrant in entrants]
     if {entrant for entrant, *_ in wanted} & LIBRARIES.keys():
         processes.check_field(parser, options, "race")

@@ -194,7 +194,9 @@ def try_to_shoot(record: Path) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__, "--out", "--steps")
     parser.set_defaults(steps=STEPS)
-    parser.add_argument("--tasks", nargs="+", choices=race.LEVELS, default=["HalfCheetah-v5"])
+    parser.add_argument(
+        "--tasks", nargs="+", choices=race.STEPS["PPO on worlds"], default=["HalfCheetah-v5"]
+    )
     parser.add_argument("--minutes", type=program.few, help="instead of --steps")
     parser.add_argument("--film", nargs="+", type=float, default=[0, math.inf], help="minutes")
     parser.add_argument("--shoot", type=Path, help="internal: the film of this record")
