@@ -36,7 +36,7 @@ LEARNED = [  # algorithm, records, what others have published
     ("PPO with an LSTM, no velocities", ["ppo_lstm_cartpole"], "500 is the most"),
     ("PPO with an LSTM, no velocities", ["ppo_lstm_pendulum"], "-"),
 ]
-WORLDS = ("halfcheetah", "hopper", "hopper_gamma", "walker2d", "ant", "humanoid")
+WORLDS = ("halfcheetah", "halfcheetah_3m", "hopper", "hopper_gamma", "walker2d", "ant", "humanoid")
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
     "CleanRL's SAC / TD3 / PPO in training, v4": {
         "HalfCheetah-v5": "9,635 / 9,583 / 1,443",
@@ -222,6 +222,24 @@ def race() -> str:
             line.append(arrivals.get((entrant, task), "-"))
         table.append(line)
     return below(table, "race/all__epyc", labels=2)
+
+
+def memory() -> str:
+    """PPO with an LSTM and others where velocities are not seen, after minutes of a core."""
+    entrants = ["PPO with memory", "zoo's RecurrentPPO", "PPO"]
+    table = [["velocities unseen", "minutes", *(run_dirs.PEERS.get(x, x) for x in entrants)]]
+    tasks = [f"race/no_velocities_{task}__epyc" for task in ("cartpole", "halfcheetah")]
+    for name in tasks:
+        rows = {row["entrant"]: row for row in record(name)["rows"]}
+        last = [column for column in rows[entrants[0]] if column.startswith("after")][-1]
+        line = [rows[entrants[0]]["task"].replace("NoVel", ""), minutes_of([last])]
+        for entrant in entrants:
+            line.append(with_range(rows[entrant][last]) if entrant in rows else "-")
+        table.append(line)
+    records = ", ".join(map(link, tasks))
+    machine = record(tasks[0])["runs"][0]["machine"]
+    said = f"Mean and range of three seeds. {processor(machine['cpu'])}. Records: {records}."
+    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
 def speedup() -> str:
@@ -469,7 +487,7 @@ def devices() -> str:
 
 
 FUNCTIONS = (speed, tricks, returns, race, speedup, gpu, field, learning, worlds, overhead)
-FUNCTIONS += (environments, devices, physics)
+FUNCTIONS += (memory, environments, devices, physics)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 

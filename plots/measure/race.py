@@ -115,7 +115,13 @@ FLAGS = {
     ("PPO on worlds", "Humanoid-v5"): {"num_steps": 64, "desired_kl": 0.02},
     ("PPO", "PendulumNoVel-v1"): {"gamma": 0.9},
     ("PPO with memory", "CartPoleNoVel-v1"): {"compile": False},  # it takes longer than to learn
-    ("PPO with memory", "PendulumNoVel-v1"): {"gamma": 0.9, "num_minibatches": 8},
+    ("PPO with memory", "PendulumNoVel-v1"): {
+        "gamma": 0.9,
+        "num_envs": 32,
+        "num_steps": 128,
+        "num_minibatches": 8,
+        "target_kl": 0.03,
+    },
 }
 ZOOS_LSTM = {  # and ReLU, below
     "ortho_init": False,
