@@ -36,7 +36,16 @@ LEARNED = [  # algorithm, records, what others have published
     ("PPO with an LSTM, no velocities", ["ppo_lstm_cartpole"], "500 is the most"),
     ("PPO with an LSTM, no velocities", ["ppo_lstm_pendulum"], "-"),
 ]
-WORLDS = ("halfcheetah", "halfcheetah_3m", "hopper", "hopper_gamma", "walker2d", "ant", "humanoid")
+WORLDS = (
+    "halfcheetah",
+    "halfcheetah_3m",
+    "hopper",
+    "hopper_gamma",
+    "walker2d",
+    "walker2d_3m",
+    "ant",
+    "humanoid",
+)
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
     "CleanRL's SAC / TD3 / PPO in training, v4": {
         "HalfCheetah-v5": "9,635 / 9,583 / 1,443",
