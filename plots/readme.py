@@ -237,7 +237,7 @@ def memory() -> str:
     """PPO with an LSTM and others where velocities are not seen, after minutes of a core."""
     entrants = ["PPO with memory", "zoo's RecurrentPPO", "PPO"]
     table = [["velocities unseen", "minutes", *(run_dirs.PEERS.get(x, x) for x in entrants)]]
-    tasks = [f"race/no_velocities_{task}__epyc" for task in ("cartpole", "halfcheetah")]
+    tasks = [f"race/no_velocities_{task}__epyc" for task in ("cartpole", "pendulum", "halfcheetah")]
     for name in tasks:
         rows = {row["entrant"]: row for row in record(name)["rows"]}
         last = [column for column in rows[entrants[0]] if column.startswith("after")][-1]
