@@ -237,16 +237,16 @@ def memory() -> str:
     """PPO with an LSTM and others where velocities are not seen, after minutes of a core."""
     entrants = ["PPO with memory", "zoo's RecurrentPPO", "PPO"]
     table = [["velocities unseen", "minutes", *(run_dirs.PEERS.get(x, x) for x in entrants)]]
-    tasks = [f"race/no_velocities_{task}__epyc" for task in ("cartpole", "pendulum", "halfcheetah")]
-    for name in tasks:
+    names = [f"race/no_velocities_{task}__epyc" for task in ("cartpole", "pendulum", "halfcheetah")]
+    for name in names:
         rows = {row["entrant"]: row for row in record(name)["rows"]}
         last = [column for column in rows[entrants[0]] if column.startswith("after")][-1]
         line = [rows[entrants[0]]["task"].replace("NoVel", ""), minutes_of([last])]
         for entrant in entrants:
             line.append(with_range(rows[entrant][last]) if entrant in rows else "-")
         table.append(line)
-    records = ", ".join(map(link, tasks))
-    machine = record(tasks[0])["runs"][0]["machine"]
+    records = ", ".join(map(link, names))
+    machine = record(names[0])["runs"][0]["machine"]
     said = f"Mean and range of three seeds. {processor(machine['cpu'])}. Records: {records}."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 

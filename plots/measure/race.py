@@ -123,7 +123,13 @@ FLAGS = {
         "target_kl": 0.03,
     },
 }
-ZOOS_LSTM = {  # and ReLU, below
+# The zoo's networks, all with ReLU, which the worker adds
+WIDE = {
+    "log_std_init": -2,
+    "ortho_init": False,
+    "net_arch": {"pi": [256, 256], "vf": [256, 256]},
+}
+MEMORY = {
     "ortho_init": False,
     "lstm_hidden_size": 64,
     "enable_critic_lstm": True,
@@ -131,6 +137,7 @@ ZOOS_LSTM = {  # and ReLU, below
 }
 ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
     "HalfCheetah-v5": {
+        "n_steps": 512,
         "batch_size": 64,
         "gamma": 0.98,
         "learning_rate": 2.0633e-05,
@@ -140,8 +147,10 @@ ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
         "gae_lambda": 0.92,
         "max_grad_norm": 0.8,
         "vf_coef": 0.58096,
+        "policy_kwargs": WIDE,
     },
     "Walker2d-v5": {
+        "n_steps": 512,
         "batch_size": 32,
         "gamma": 0.99,
         "learning_rate": 5.05041e-05,
@@ -153,6 +162,7 @@ ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
         "vf_coef": 0.871923,
     },
     "Humanoid-v5": {
+        "n_steps": 512,
         "batch_size": 256,
         "gamma": 0.95,
         "learning_rate": 3.56987e-05,
@@ -162,6 +172,7 @@ ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
         "gae_lambda": 0.9,
         "max_grad_norm": 2,
         "vf_coef": 0.431892,
+        "policy_kwargs": WIDE,
     },
     "CartPoleNoVel-v1": {
         "n_envs": 8,
@@ -172,7 +183,7 @@ ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
         "n_epochs": 20,
         "learning_rate": lambda left: 1e-3 * left,
         "clip_range": lambda left: 0.2 * left,
-        "policy_kwargs": ZOOS_LSTM,
+        "policy_kwargs": MEMORY,
     },
     "PendulumNoVel-v1": {
         "n_envs": 4,
@@ -184,17 +195,17 @@ ZOO = {  # what the zoo has tuned; SAC's is 10,000 random steps for all tasks
         "clip_range": 0.2,
         "use_sde": True,
         "sde_sample_freq": 4,
-        "policy_kwargs": ZOOS_LSTM,
+        "policy_kwargs": MEMORY,
     },
     "HalfCheetahNoVel-v5": {  # not tuned there: of our script
         "n_envs": 16,
         "n_steps": 64,
         "batch_size": 256,
+        "gamma": 0.99,
         "learning_rate": lambda left: 1e-3 * left,
         "policy_kwargs": {"lstm_hidden_size": 64, "net_arch": [64]},
     },
 }
-WIDE = ("HalfCheetah-v5", "Humanoid-v5")  # the zoo's networks of 256 for PPO
 VERSIONS = re.compile("^versions (.*)$", re.MULTILINE)
 PACKAGES = ("torch", "gymnasium", "mujoco", "stable-baselines3", "sb3-contrib", "sbx-rl", "jax")
 # on a line of its own or after the progress bar
@@ -289,15 +300,19 @@ def train_and_evaluate(script, args, moments: list[float]) -> None:
     script.main(args)
 
 
+def steps_of(entrant: str, task: str, minutes: int) -> int:
+    """What an entrant makes in these minutes if its rate comes down, else more than it can."""
+    return STEPS[entrant][task] * minutes if entrant in STEPS else 10**9
+
+
 def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
     script = importlib.import_module(f"leanrl.{OURS[entrant]}_torchcompile")
     flags = {"compile": True} | FLAGS.get((entrant, task), {})
-    steps = STEPS[entrant][task] * minutes if entrant in STEPS else 10**9
     args = script.Args(
         exp_name=f"race-{entrant}",  # so that no table of the script takes it in
         env_id=f"worlds/{task}" if "worlds" in entrant else task,
         seed=seed,
-        total_timesteps=steps,
+        total_timesteps=steps_of(entrant, task, minutes),
         eval_every=1,
         cuda=False,
         torch_threads=1,
@@ -346,26 +361,16 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
     if normalized:
         import torch
 
-        env = VecNormalize(env, gamma=settings.get("gamma", 0.99))
-        if settings.get("policy_kwargs") is ZOOS_LSTM:
-            settings["policy_kwargs"] = ZOOS_LSTM | {"activation_fn": torch.nn.ReLU}
-        elif algorithm == "PPO":
-            settings.setdefault("n_steps", 512)
-        if task in WIDE:
-            layers = [256, 256]
-            settings["policy_kwargs"] = {
-                "log_std_init": -2,
-                "ortho_init": False,
-                "activation_fn": torch.nn.ReLU,
-                "net_arch": {"pi": layers, "vf": layers},
-            }
+        env = VecNormalize(env, gamma=settings["gamma"])
+        networks = settings.get("policy_kwargs", {})
+        if "ortho_init" in networks:  # the zoo's
+            settings["policy_kwargs"] = networks | {"activation_fn": torch.nn.ReLU}
     elif package == "stable_baselines3":
         settings = {"learning_starts": 10_000}
     on = {} if package == "sbx" else {"device": "cpu"}
     policy = "MlpLstmPolicy" if algorithm == "RecurrentPPO" else "MlpPolicy"
     agent = make(policy, env, seed=seed, **settings, **on)
-    steps = STEPS[entrant][task] * minutes if entrant in STEPS else 10**9
-    agent.learn(steps, callback=Evaluation())
+    agent.learn(steps_of(entrant, task, minutes), callback=Evaluation())
 
 
 # All runs

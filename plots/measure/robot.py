@@ -45,9 +45,9 @@ def is_kept(minutes: list[float], kept: list[dict], elapsed: float) -> bool:
 
 def train(task: str, options: argparse.Namespace, bar) -> dict:
     """Learns a task -> {task, evaluations, shots}; ValueError says what went wrong."""
-    steps = (
-        race.STEPS["PPO on worlds"][task] * options.minutes if options.minutes else options.steps
-    )
+    steps = options.steps
+    if options.minutes:
+        steps = race.steps_of("PPO on worlds", task, options.minutes)
     rollout = 64 * 128
     name = f"robot-{time.time_ns()}"
     command = [sys.executable, f"leanrl/{SCRIPT}.py", "--compile"]
