@@ -3,6 +3,7 @@
     bash run.sh race                                        hours; files in plots/out/
     bash run.sh race --entrants "PPO on worlds" --tasks Humanoid-v5 --seeds 1     one line of it
     bash run.sh race --tasks HalfCheetahNoVel-v5 --minutes 10      with memory, velocities unseen
+    bash run.sh race --tasks Hopper-v5 Ant-v5 --seeds 3            two robots of ours on worlds alone
     taskset -c 0,2,4,6 bash run.sh race        where a core is two processors: one of each
 
 Every second counts from the start of the program: imports, compilation with an empty cache,
@@ -59,6 +60,8 @@ LEVELS = {  # of return, that tell a robot that has learned its task from one th
     "HalfCheetah-v5": 8000,
     "Walker2d-v5": 4500,
     "Humanoid-v5": 5000,
+    "Hopper-v5": 3000,
+    "Ant-v5": 4000,
     "CartPoleNoVel-v1": 475,
     "PendulumNoVel-v1": -250,
     "HalfCheetahNoVel-v5": 3000,
@@ -68,6 +71,7 @@ NO_VELOCITIES = {  # task -> the environment, and what of its observations is se
     "PendulumNoVel-v1": ("Pendulum-v1", [0, 1]),
     "HalfCheetahNoVel-v5": ("HalfCheetah-v5", [*range(8)]),
 }
+ON_WORLDS = ("Hopper-v5", "Ant-v5")  # tasks where nothing else races
 CLEANRL = {"HalfCheetah-v5": 9635, "Walker2d-v5": 3591, "Humanoid-v5": 4996}
 PUBLISHED = "CleanRL's SAC (published; in training, 1 M steps)"
 OURS = {  # entrant -> script
@@ -92,6 +96,8 @@ STEPS = {  # that PPO makes in about a minute of a core, so that it is at its en
         "HalfCheetah-v5": 1_400_000,
         "Walker2d-v5": 560_000,
         "Humanoid-v5": 180_000,
+        "Hopper-v5": 500_000,
+        "Ant-v5": 170_000,
     },
     "PPO": {
         "HalfCheetah-v5": 250_000,
@@ -113,6 +119,8 @@ STEPS = {  # that PPO makes in about a minute of a core, so that it is at its en
 }
 FLAGS = {
     ("PPO on worlds", "Humanoid-v5"): {"num_steps": 64, "desired_kl": 0.02},
+    ("PPO on worlds", "Ant-v5"): {"num_steps": 64, "desired_kl": 0.02},
+    ("PPO on worlds", "Hopper-v5"): {"end_gamma": 0.997},
     ("PPO", "PendulumNoVel-v1"): {"gamma": 0.9},
     ("PPO with memory", "CartPoleNoVel-v1"): {"compile": False},  # it takes longer than to learn
     ("PPO with memory", "PendulumNoVel-v1"): {
@@ -378,6 +386,8 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
 
 def racers(task: str) -> list[str]:
     """Who races there: with velocities unseen those with memory, and PPO if actions are a box."""
+    if task in ON_WORLDS:
+        return ["PPO on worlds", "SAC on worlds"]
     if task not in NO_VELOCITIES:
         return [entrant for entrant in ENTRANTS if entrant not in WITH_MEMORY]
     return [*WITH_MEMORY, *(["PPO"] if task in STEPS["PPO"] else [])]
@@ -612,8 +622,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(seeds=2)
     parser.add_argument("--minutes", type=program.few, default=30, help="per run")
     parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, help="all that suit the tasks")
-    seen = [task for task in LEVELS if task not in NO_VELOCITIES]
-    parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=seen)
+    robots = [task for task in LEVELS if task not in (*NO_VELOCITIES, *ON_WORLDS)]
+    parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=robots)
     parser.add_argument("--worker", choices=ENTRANTS, help="internal: one run")
     options = parser.parse_args(arguments)
     if options.worker:
