@@ -3,7 +3,7 @@
     bash run.sh race                                        hours; files in plots/out/
     bash run.sh race --entrants "PPO on worlds" --tasks Humanoid-v5 --seeds 1     one line of it
     bash run.sh race --tasks HalfCheetahNoVel-v5 --minutes 10      with memory, velocities unseen
-    bash run.sh race --tasks Hopper-v5 Ant-v5 --seeds 3            two robots of ours on worlds alone
+    bash run.sh race --tasks Hopper-v5 Ant-v5 --seeds 3            two robots, on worlds alone
     taskset -c 0,2,4,6 bash run.sh race        where a core is two processors: one of each
 
 Every second counts from the start of the program: imports, compilation with an empty cache,
