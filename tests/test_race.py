@@ -184,6 +184,7 @@ def test_what_is_told_of_a_run_suits_its_library(monkeypatch):
     assert all(set(steps) <= set(race.LEVELS) for steps in race.STEPS.values())
     for task in race.LEVELS:
         racing = race.racers(task)
+        assert (task in race.ON_WORLDS) == (racing == ["PPO on worlds", "SAC on worlds"])
         hidden = task in race.NO_VELOCITIES
         assert hidden == ("PPO with memory" in racing) == ("zoo's RecurrentPPO" in racing)
         assert all(task in race.STEPS[entrant] for entrant in racing if entrant in race.STEPS)

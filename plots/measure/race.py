@@ -385,9 +385,12 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
 
 
 def racers(task: str) -> list[str]:
-    """Who races there: with velocities unseen those with memory, and PPO if actions are a box."""
+    """Who races there: all without memory, or those on worlds alone.
+
+    With velocities unseen those with memory, and PPO if actions are a box.
+    """
     if task in ON_WORLDS:
-        return ["PPO on worlds", "SAC on worlds"]
+        return [entrant for entrant in OURS if "worlds" in entrant]
     if task not in NO_VELOCITIES:
         return [entrant for entrant in ENTRANTS if entrant not in WITH_MEMORY]
     return [*WITH_MEMORY, *(["PPO"] if task in STEPS["PPO"] else [])]
