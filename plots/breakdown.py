@@ -297,6 +297,7 @@ def draw_bars(runs: list[Run]):
         squeeze=False,
         layout="constrained",
     )
+    longest = 0.0
     for ax, (script, rows) in zip(panels.flat, scripts.items(), strict=True):
         ordered = sorted(rows.values(), key=lambda run: curves.ORDER.index(run.row))
         whole = 1e6 / ordered[0].stages["sps_steady"]
@@ -307,11 +308,12 @@ def draw_bars(runs: list[Run]):
                 ax.barh(y, share, left=left, color=COLOURS[stage], height=0.75)
                 left += share
             ax.annotate(f" {short(1e6 / run.stages['sps_steady'])} us", (left, y), va="center")
+            longest = max(longest, left)
         ax.set_yticks(range(len(ordered)), [run.row for run in ordered])
         ax.set_title(label(script), loc="left", fontsize=9)
         ax.grid(False, axis="y")
         ax.invert_yaxis()
-        ax.set_xlim(0, 115)
+    ax.set_xlim(0, 1.15 * longest)  # of all panels; room for the numbers
     panels.flat[-1].set_xlabel("time of an environment step, % of the baseline's")
     patches = [Patch(facecolor=colour, label=stage) for stage, colour in COLOURS.items()]
     figure.legend(handles=patches, loc="outside upper center", ncols=5, frameon=False, fontsize=8)

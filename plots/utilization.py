@@ -148,31 +148,19 @@ def draw(rows: list[dict], runs: list[Run]):
 
 
 def draw_panel(ax, rows: list[dict], kind: str) -> None:
-    """A line per row over the seconds since its steady window began, with its name at the end."""
-    rows = [row for row in rows if kind in row]
+    """A line per row over the seconds since its steady window began, and its area."""
     for row in rows:
+        if kind not in row:
+            continue
         line = row["lines"][kind]
         edges = [0.0, *(end - line[0][0] for _, end, _ in line)]
         percents = [percent for *_, percent in line]
         colour = curves.COLOURS[row["row"]]
-        ax.stairs(percents, edges, color=colour, linewidth=1.2, baseline=None)
+        text = f"{row['row']}: area {short(row[kind]['area'])} %s"
+        ax.stairs(percents, edges, color=colour, linewidth=1.2, baseline=None, label=text)
         ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
     ax.set_ylim(0, 100 if kind == "GPU" else None)
-    for i, row in enumerate(rows):
-        begin, _, _ = row["lines"][kind][0]
-        _, end, percent = row["lines"][kind][-1]
-        high = percent > ax.get_ylim()[1] / 2
-        right = end - begin > ax.get_xlim()[1] / 2
-        ax.annotate(
-            f"{row['row']}\narea {short(row[kind]['area'])} %s",
-            (end - begin, percent),
-            xytext=(-4 if right else 4, -4 - 24 * i if high else 4),  # high ones are close together
-            textcoords="offset points",
-            ha="right" if right else "left",
-            va="top" if high else "bottom",
-            color=curves.COLOURS[row["row"]],
-            fontsize=8,
-        )
+    ax.legend(fontsize=8, frameon=False, labelcolor="linecolor", handlelength=1)
 
 
 def write(
