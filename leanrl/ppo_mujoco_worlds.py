@@ -14,7 +14,7 @@ last minibatch), and desired_kl is annealed. Gamma may rise to end_gamma in the 
 one until the end it may learn to leap and fall. Advantages are always normalized, the value loss is
 never clipped, no divergence ends the epochs: there are no flags for that. Defaults that are not
 CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64, num_steps 128,
-learning_rate 1e-3, num_minibatches 16, update_epochs 4.
+learning_rate 1e-3, num_minibatches 16, update_epochs 4, gae_lambda 0.9.
 Its twin ppo_mujoco_worlds_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
@@ -80,7 +80,7 @@ class Args:
     anneal_lr: bool = True  # lower desired_kl linearly until MIN_KL; without one, the rate to 0
     gamma: float = 0.99  # discount factor at first
     end_gamma: float | None = None  # to which it rises in the second half of the run
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    gae_lambda: float = 0.9  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
     clip_coef: float = 0.2  # how far the ratio of new to old probabilities may go from 1

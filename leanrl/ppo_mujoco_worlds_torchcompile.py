@@ -79,7 +79,7 @@ class Args:
     anneal_lr: bool = True  # lower desired_kl linearly until MIN_KL; without one, the rate to 0
     gamma: float = 0.99  # discount factor at first
     end_gamma: float | None = None  # to which it rises in the second half of the run
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    gae_lambda: float = 0.9  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
     clip_coef: float = 0.2  # how far the ratio of new to old probabilities may go from 1
