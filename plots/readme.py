@@ -37,14 +37,18 @@ LEARNED = [  # algorithm, records, what others have published
     ("PPO with an LSTM, no velocities", ["ppo_lstm_pendulum"], "-"),
 ]
 WORLDS = (
-    "halfcheetah",
-    "halfcheetah_3m",
-    "hopper",
-    "hopper_gamma",
-    "walker2d",
-    "walker2d_3m",
-    "ant",
-    "humanoid",
+    "halfcheetah_lambda__xeon",
+    "halfcheetah_3m__epyc",
+    "halfcheetah__epyc",
+    "hopper_gamma__epyc",
+    "hopper__epyc",
+    "walker2d_lambda__xeon",
+    "walker2d_3m__epyc",
+    "walker2d__epyc",
+    "ant_lambda__xeon",
+    "ant__epyc",
+    "humanoid_lambda__xeon",
+    "humanoid__epyc",
 )
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
     "CleanRL's SAC / TD3 / PPO in training, v4": {
@@ -417,10 +421,10 @@ def worlds() -> str:
     heading = ["environment", "flags", "steps", "minutes", "seeds", "by 5 minutes", "at the end"]
     table = [[*heading, "worst seed", *PUBLISHED]]
     for name in WORLDS:
-        runs = record(f"learning/ppo_worlds_{name}__epyc")["runs"]
+        runs = record(f"learning/ppo_worlds_{name}")["runs"]
         args = runs[0]["config"]["args"]
         env_id = args["env_id"]
-        usual = {"num_steps": 128, "desired_kl": 0.03, "end_gamma": None}
+        usual = {"num_steps": 128, "desired_kl": 0.03, "gae_lambda": 0.9, "end_gamma": None}
         flags = []
         for flag, value in usual.items():
             if args.get(flag, value) != value:
