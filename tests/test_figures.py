@@ -503,7 +503,8 @@ def test_utilization_is_drawn_of_some_scripts_and_told_of_all(tmp_path, monkeypa
     monkeypatch.setattr(curves, "save", lambda figure, stem: figures.append(figure) or [])
     utilization.write(run_dirs.read_runs([tmp_path])[0], tmp_path, scripts=(SCRIPT,))
     assert [ax.get_title() for ax in figures[0].axes] == ["SAC: HalfCheetah-v5"]
-    assert [text.get_text() for text in figures[0].axes[0].texts] == ["baseline\narea 300 %s"]
+    legend = figures[0].axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["baseline: area 300 %s"]
     assert len(read_record(tmp_path / "utilization")["rows"]) == 2
 
 
