@@ -149,6 +149,7 @@ def draw(rows: list[dict], runs: list[Run]):
 
 def draw_panel(ax, rows: list[dict], kind: str) -> None:
     """A line per row over the seconds since its steady window began, and its area."""
+    lines = []
     for row in rows:
         if kind not in row:
             continue
@@ -157,10 +158,11 @@ def draw_panel(ax, rows: list[dict], kind: str) -> None:
         percents = [percent for *_, percent in line]
         colour = curves.COLOURS[row["row"]]
         text = f"{row['row']}: area {short(row[kind]['area'])} %s"
-        ax.stairs(percents, edges, color=colour, linewidth=1.2, baseline=None, label=text)
+        look = {"color": colour, "linewidth": 1.2, "label": text}
+        lines.append(ax.stairs(percents, edges, baseline=None, **look))
         ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
     ax.set_ylim(0, 100 if kind == "GPU" else None)
-    ax.legend(fontsize=8, frameon=False, labelcolor="linecolor", handlelength=1)
+    ax.legend(handles=lines, fontsize=8, frameon=False, labelcolor="linecolor", handlelength=1)
 
 
 def write(
