@@ -40,6 +40,7 @@ WORLDS = (
     "halfcheetah_lambda__xeon",
     "halfcheetah_3m__epyc",
     "halfcheetah__epyc",
+    "hopper_lambda__xeon",
     "hopper_gamma__epyc",
     "hopper__epyc",
     "walker2d_lambda__xeon",
