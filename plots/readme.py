@@ -51,6 +51,8 @@ WORLDS = (
     "humanoid_lambda__xeon",
     "humanoid__epyc",
 )
+# Of PPO on worlds; flags are named where they differ
+DEFAULTS = {"num_steps": 128, "desired_kl": 0.03, "gae_lambda": 0.9, "end_gamma": None}
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
     "CleanRL's SAC / TD3 / PPO in training, v4": {
         "HalfCheetah-v5": "9,635 / 9,583 / 1,443",
@@ -425,9 +427,8 @@ def worlds() -> str:
         runs = record(f"learning/ppo_worlds_{name}")["runs"]
         args = runs[0]["config"]["args"]
         env_id = args["env_id"]
-        usual = {"num_steps": 128, "desired_kl": 0.03, "gae_lambda": 0.9, "end_gamma": None}
         flags = []
-        for flag, value in usual.items():
+        for flag, value in DEFAULTS.items():
             if args.get(flag, value) != value:
                 flags.append(f"`--{flag.replace('_', '-')} {args[flag]}`")
         early = []

@@ -158,9 +158,9 @@ def draw_panel(ax, rows: list[dict], kind: str) -> None:
         percents = [percent for *_, percent in line]
         colour = curves.COLOURS[row["row"]]
         text = f"{row['row']}: area {short(row[kind]['area'])} %s"
-        look = {"color": colour, "linewidth": 1.2, "label": text}
-        lines.append(ax.stairs(percents, edges, baseline=None, **look))
+        edge = ax.stairs(percents, edges, color=colour, linewidth=1.2, baseline=None, label=text)
         ax.stairs(percents, edges, color=colour, fill=True, alpha=0.12, linewidth=0)
+        lines.append(edge)
     ax.set_ylim(0, 100 if kind == "GPU" else None)
     ax.legend(handles=lines, fontsize=8, frameon=False, labelcolor="linecolor", handlelength=1)
 

@@ -121,6 +121,11 @@ def test_numbers_are_those_of_the_records():
         assert region[3] == readme.REGIONS[region[2]](), f"{region[2]}: run plots/readme.py"
 
 
+def test_flags_of_worlds_are_named_beside_todays_defaults():
+    args = importlib.import_module("leanrl.ppo_mujoco_worlds").Args
+    assert readme.DEFAULTS == {name: getattr(args, name) for name in readme.DEFAULTS}
+
+
 def test_numbers_of_sentences_are_in_a_table():
     """But for what a program prints, which is indented."""
     prose = readme.REGION.sub("", PAGES[ROOT / "README.md"])
