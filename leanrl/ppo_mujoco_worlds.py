@@ -9,7 +9,7 @@ evaluated. What differs from ppo_continuous_action.py: running statistics on the
 observations and returns, not rewards; the first rollout only measures them. The policy's deviation
 is exp(-1) at first, not 1. The learning rate rises or falls so that the KL divergence of a
 rollout's updates stays near desired_kl (as in rl_games and rsl_rl, but once a rollout and from the
-last minibatch), and desired_kl is annealed. Gamma may rise to end_gamma in the second half of a run
+last minibatch), and desired_kl is annealed. Gamma may rise to end_gamma in the middle half of a run
 (arXiv:1512.02011): with a long horizon from the start Hopper learns to stand still, with a short
 one until the end it may learn to leap and fall. Advantages are always normalized, the value loss is
 never clipped, no divergence ends the epochs: there are no flags for that. Defaults that are not
@@ -79,7 +79,7 @@ class Args:
     desired_kl: float = 0.03  # KL divergence that updates of a rollout should have; 0: any
     anneal_lr: bool = True  # lower desired_kl linearly until MIN_KL; without one, the rate to 0
     gamma: float = 0.99  # discount factor at first
-    end_gamma: float | None = None  # to which it rises in the second half of the run
+    end_gamma: float | None = None  # to which it rises in the middle half of the run
     gae_lambda: float = 0.9  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
@@ -379,8 +379,8 @@ def main(args: Args) -> Path:
     run.open()
     while not run.ending:
         progress = run.step / run.total_steps
-        late = max(2 * progress - 1, 0)  # in the second half the horizon, 1 / (1 - gamma), grows
-        agent.gamma.fill_(1 - (1 - args.gamma) ** (1 - late) * (1 - end_gamma) ** late)
+        grown = min(max(2 * progress - 0.5, 0), 1)  # in the middle half the horizon grows
+        agent.gamma.fill_(1 - (1 - args.gamma) ** (1 - grown) * (1 - end_gamma) ** grown)
         remaining = 1 - progress if args.anneal_lr else 1.0
         if args.desired_kl == 0:
             agent.learning_rate.fill_(args.learning_rate * remaining)

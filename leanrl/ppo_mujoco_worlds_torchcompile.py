@@ -78,7 +78,7 @@ class Args:
     desired_kl: float = 0.03  # KL divergence that updates of a rollout should have; 0: any
     anneal_lr: bool = True  # lower desired_kl linearly until MIN_KL; without one, the rate to 0
     gamma: float = 0.99  # discount factor at first
-    end_gamma: float | None = None  # to which it rises in the second half of the run
+    end_gamma: float | None = None  # to which it rises in the middle half of the run
     gae_lambda: float = 0.9  # lambda of generalized advantage estimation
     num_minibatches: int = 16  # minibatches per epoch
     update_epochs: int = 4  # passes over a rollout
@@ -480,8 +480,8 @@ def main(args: Args) -> Path:
     run.open()
     while not run.ending:
         progress = run.step / run.total_steps
-        late = max(2 * progress - 1, 0)  # in the second half the horizon, 1 / (1 - gamma), grows
-        agent.gamma.fill_(1 - (1 - args.gamma) ** (1 - late) * (1 - end_gamma) ** late)
+        grown = min(max(2 * progress - 0.5, 0), 1)  # in the middle half the horizon grows
+        agent.gamma.fill_(1 - (1 - args.gamma) ** (1 - grown) * (1 - end_gamma) ** grown)
         remaining = 1 - progress if args.anneal_lr else 1.0
         if args.desired_kl == 0:
             agent.learning_rate.fill_(args.learning_rate * remaining)

@@ -288,7 +288,7 @@ def test_advantages_end_with_episodes_and_values_with_terminations(first_rollout
     values, next_values = (look(model, x)[2] for x in (rollout.obs, rollout.final_obs))
     next_values = next_values * ~rollout.terminated
     numbers = rollout.rewards, values, next_values, rollout.ended.float()
-    gamma = 1 - 0.1**0.8 * 0.01**0.2  # after 384 of 640 steps
+    gamma = 1 - 0.1**0.3 * 0.01**0.7  # after 384 of 640 steps
     advantages = ppo_run.module.compute_gae(*numbers, gamma, 0.8)
     columns = [rollout.obs, rollout.actions, rollout.log_probs, values, advantages]
     columns.append(advantages + values)
@@ -297,13 +297,15 @@ def test_advantages_end_with_episodes_and_values_with_terminations(first_rollout
 
 @PPO_SCRIPTS
 def test_gamma_stays_unless_it_is_to_rise(module, monkeypatch):
+    """From a quarter of the run, here of five rollouts, until three quarters."""
     gammas = []
     prepare = module.PPO.prepare
     record = lambda agent, rollout: gammas.append(agent.gamma.item()) or prepare(agent, rollout)  # noqa: E731
     monkeypatch.setattr(module.PPO, "prepare", record)
     for end_gamma in (None, 0.99):
-        train(module, num_steps=4, total_timesteps=96, update_epochs=1, end_gamma=end_gamma)
-    assert gammas == pytest.approx([0.9] * 5 + [1 - 0.1 ** (2 / 3) * 0.01 ** (1 / 3)])
+        train(module, num_steps=4, total_timesteps=160, update_epochs=1, end_gamma=end_gamma)
+    rising = [1 - 0.1**0.7 * 0.01**0.3, 1 - 0.1**0.3 * 0.01**0.7]
+    assert gammas == pytest.approx([*7 * [0.9], *rising, 0.99])
 
 
 @PPO_SCRIPTS
