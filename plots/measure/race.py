@@ -120,7 +120,7 @@ STEPS = {  # that PPO makes in about a minute of a core, so that it is at its en
 FLAGS = {
     ("PPO on worlds", "Humanoid-v5"): {"num_steps": 64, "desired_kl": 0.02},
     ("PPO on worlds", "Ant-v5"): {"num_steps": 64, "desired_kl": 0.02},
-    ("PPO on worlds", "Hopper-v5"): {"gae_lambda": 0.95, "end_gamma": 0.997},
+    ("PPO on worlds", "Hopper-v5"): {"end_gamma": 0.997},
     ("PPO", "PendulumNoVel-v1"): {"gamma": 0.9},
     ("PPO with memory", "CartPoleNoVel-v1"): {"compile": False},  # it takes longer than to learn
     ("PPO with memory", "PendulumNoVel-v1"): {
