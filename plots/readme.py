@@ -50,6 +50,10 @@ WORLDS = (
     "humanoid_lambda__xeon",
     "humanoid__epyc",
 )
+HALF_HOURS = {  # robot -> flags of PPO on worlds that are not its defaults
+    "hopper": "`--end-gamma 0.997`",
+    "ant": "`--num-steps 32` `--desired-kl 0.02`",
+}
 # Of PPO on worlds; flags are named where they differ
 DEFAULTS = {"num_steps": 128, "desired_kl": 0.03, "gae_lambda": 0.9, "end_gamma": None}
 PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid after 2 M
@@ -237,6 +241,20 @@ def race() -> str:
             line.append(arrivals.get((entrant, task), "-"))
         table.append(line)
     return below(table, "race/all__epyc", labels=2)
+
+
+def half_hours() -> str:
+    """What PPO on worlds has learned after minutes of a core, three seeds of a robot."""
+    columns = [f"after {minutes} min" for minutes in (5, 10, 30)]
+    table = [["environment", "flags", *columns]]
+    for name, flags in HALF_HOURS.items():
+        (row,) = record(f"race/{name}__xeon")["rows"]
+        cells = [with_range(row[column]) if column in row else "-" for column in columns]
+        table.append([row["task"], flags, *cells])
+    machine = record(f"race/{name}__xeon")["runs"][0]["machine"]
+    records = ", ".join(link(f"race/{name}__xeon") for name in HALF_HOURS)
+    said = f"Mean and range of three seeds. {processor(machine['cpu'])}. Records: {records}."
+    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
 
 
 def memory() -> str:
@@ -501,7 +519,7 @@ def devices() -> str:
 
 
 FUNCTIONS = (speed, tricks, returns, race, speedup, gpu, field, learning, worlds, overhead)
-FUNCTIONS += (memory, environments, devices, physics)
+FUNCTIONS += (half_hours, memory, environments, devices, physics)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 
