@@ -541,7 +541,7 @@ def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     torch._dynamo.reset()  # what others have compiled in this process counts against a limit
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
-    torch._inductor.config.cpp.use_decompose_tanh = True  # a third of the time, errors of 2e-7
+    torch._inductor.config.cpp.use_decompose_tanh = True  # by exp: a third of the time, to 2e-7
     if torch.__version__.startswith("2.11"):
         torch._inductor.config.reorder_for_locality = False  # True moves reads past writes
         torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs

@@ -1,7 +1,9 @@
-"""Proximal Policy Optimization (PPO) on thousands of MuJoCo worlds in one batch: the baseline.
+"""Proximal Policy Optimization (PPO) on many MuJoCo worlds in one batch: the baseline.
 
     python leanrl/ppo_mujoco_worlds.py --eval-every 1000000            # 64 HalfCheetahs, 5 M steps
     python leanrl/ppo_mujoco_worlds.py --num-envs 4096 --num-steps 16  # for a GPU, on mujoco_warp
+
+Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv:1707.06347).
 
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
@@ -10,11 +12,11 @@ observations and returns, not rewards; the first rollout only measures them. The
 is exp(-1) at first, not 1. The learning rate rises or falls so that the KL divergence of a
 rollout's updates stays near desired_kl (as in rl_games and rsl_rl, but once a rollout and from the
 last minibatch), and desired_kl is annealed. Gamma may rise to end_gamma in the middle half of a run
-(arXiv:1512.02011): with a long horizon from the start Hopper learns to stand still, with a short
-one until the end it may learn to leap and fall. Advantages are always normalized, the value loss is
-never clipped, no divergence ends the epochs: there are no flags for that. Defaults that are not
-CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64, num_steps 128,
-learning_rate 1e-3, num_minibatches 16, update_epochs 4, gae_lambda 0.9.
+(arXiv:1512.02011): with a long horizon from the start Hopper may learn to stand still, with a
+short one until the end to leap and fall. There is no norm_adv, clip_vloss or target_kl: advantages
+are always normalized, the value loss is never clipped, no divergence ends the epochs. Defaults that
+are not CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64,
+num_steps 128, learning_rate 1e-3, num_minibatches 16, update_epochs 4, gae_lambda 0.9.
 Its twin ppo_mujoco_worlds_torchcompile.py is this file with the hunks marked `# speed:`.
 Shapes: T steps of a rollout, N environments, B batch, O observation, A action.
 """
@@ -145,8 +147,8 @@ class ActorCritic(nn.Module):
 
     def observe(self, batch: "Batch") -> None:
         """Takes a rollout into the statistics, which nothing else changes."""
-        self.train()  # on a GPU each of the two waits, to read how many rollouts it has seen
-        self.obs_norm(batch.obs)
+        self.train()
+        self.obs_norm(batch.obs)  # on a GPU it waits, to read how many rollouts it has seen
         self.return_norm(batch.returns[:, None])
         self.eval()
 
@@ -181,7 +183,7 @@ class Batch(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments on the device."""
+    """A step of N environments, (N, ...) each, or T of them."""
 
     obs: Tensor  # (T, N, O)
     actions: Tensor  # (T, N, A)

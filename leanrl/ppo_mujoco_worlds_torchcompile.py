@@ -1,4 +1,4 @@
-"""PPO on thousands of MuJoCo worlds in one batch, with torch.compile and CUDA graphs.
+"""PPO on many MuJoCo worlds in one batch, with torch.compile and CUDA graphs.
 
     python leanrl/ppo_mujoco_worlds_torchcompile.py --compile --cudagraphs
 
@@ -65,8 +65,8 @@ class Args:
 
     # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
     # once all that it has recorded; any combination of the flags works, none too
-    compile: bool = False  # compile acting, judging the worlds and updating
-    cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
+    compile: bool = False  # compile acting, updating and the worlds around their physics
+    cudagraphs: bool = False  # replay acting, epochs and the worlds as CUDA graphs
 
     env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
@@ -144,8 +144,8 @@ class ActorCritic(nn.Module):
 
     def observe(self, batch: "Batch") -> None:
         """Takes a rollout into the statistics, which nothing else changes."""
-        self.train()  # on a GPU each of the two waits, to read how many rollouts it has seen
-        self.obs_norm(batch.obs)
+        self.train()
+        self.obs_norm(batch.obs)  # on a GPU it waits, to read how many rollouts it has seen
         self.return_norm(batch.returns[:, None])
         self.eval()
 
@@ -180,7 +180,7 @@ class Batch(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments on the device."""
+    """A step of N environments, (N, ...) each, or T of them."""
 
     obs: Tensor  # (T, N, O)
     actions: Tensor  # (T, N, A)
@@ -405,7 +405,7 @@ def compile_agent(agent: PPO) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
     torch._dynamo.reset()  # what others have compiled in this process counts against a limit
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in compiled code
-    torch._inductor.config.cpp.use_decompose_tanh = True  # a third of the time, errors of 2e-7
+    torch._inductor.config.cpp.use_decompose_tanh = True  # by exp: a third of the time, to 2e-7
     if torch.__version__.startswith("2.11"):
         torch._inductor.config.reorder_for_locality = False  # True moves reads past writes
         torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs

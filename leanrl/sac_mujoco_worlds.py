@@ -1,4 +1,4 @@
-r"""Soft Actor-Critic (SAC) on thousands of MuJoCo worlds in one batch: the baseline of the pair.
+r"""Soft Actor-Critic (SAC) on many MuJoCo worlds in one batch: the baseline of the pair.
 
     python leanrl/sac_mujoco_worlds.py --eval-every 500000             # 64 HalfCheetahs, 5 M steps
     python leanrl/sac_mujoco_worlds.py --num-envs 4096 --utd-ratio 0.001 --batch-size 8192 \

@@ -1,4 +1,4 @@
-"""SAC on thousands of MuJoCo worlds in one batch, with torch.compile and CUDA graphs.
+"""SAC on many MuJoCo worlds in one batch, with torch.compile and CUDA graphs.
 
     python leanrl/sac_mujoco_worlds_torchcompile.py --compile --cudagraphs
 
@@ -67,8 +67,8 @@ class Args:
 
     # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
     # once all that it has recorded; any combination of the flags works, none too
-    compile: bool = False  # compile acting, judging the worlds and updating
-    cudagraphs: bool = False  # replay them as CUDA graphs, around those of the physics
+    compile: bool = False  # compile acting, updating and the worlds around their physics
+    cudagraphs: bool = False  # replay acting, updating and the worlds as CUDA graphs
 
     env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU

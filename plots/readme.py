@@ -210,7 +210,7 @@ def returns() -> str:
         means = [raced.returns(entrant, task, columns) for task in raced.tasks]
         table.append([run_dirs.PEERS.get(entrant, entrant), *means])
     machine = raced.found["runs"][-1]["machine"]
-    said = f"Means of two seeds, one core each of {processor(machine['cpu'])}."
+    said = f"Means of two seeds, each on one core of {processor(machine['cpu'])}."
     return f"{as_markdown(table, labels=1)}\n\n{said}\n"
 
 
