@@ -52,6 +52,7 @@ WORLDS = (
 )
 HALF_HOURS = {  # robot -> flags of PPO on worlds that are not its defaults
     "hopper": "`--end-gamma 0.997`",
+    "walker2d": "-",
     "ant": "`--num-steps 32` `--desired-kl 0.02`",
 }
 # Of PPO on worlds; flags are named where they differ
