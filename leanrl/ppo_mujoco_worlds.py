@@ -148,7 +148,7 @@ class ActorCritic(nn.Module):
     def observe(self, batch: "Batch") -> None:
         """Takes a rollout into the statistics, which nothing else changes."""
         self.train()
-        self.obs_norm(batch.obs)  # on a GPU it waits, to read how many rollouts it has seen
+        self.obs_norm(batch.obs)  # on a GPU both wait, to read how many they have seen
         self.return_norm(batch.returns[:, None])
         self.eval()
 

@@ -141,6 +141,14 @@ def below(table: list[list[str]], name: str, labels: int = 1) -> str:
     return "\n".join(lines) + "\n"
 
 
+def of_three_seeds(table: list[list[str]], names: list[str], labels: int) -> str:
+    """A table with a row of each of these records of the race, all of one machine."""
+    records = ", ".join(map(link, names))
+    machine = record(names[0])["runs"][0]["machine"]
+    said = f"Mean and range of three seeds. {processor(machine['cpu'])}. Records: {records}."
+    return f"{as_markdown(table, labels)}\n\n{said}\n"
+
+
 def by_row(name: str) -> dict[tuple[str, str], dict]:
     """The rows of a speed-up record that were measured, by script and row."""
     rows = record(name)["rows"]
@@ -252,10 +260,7 @@ def half_hours() -> str:
         (row,) = record(f"race/{name}__xeon")["rows"]
         cells = [with_range(row[column]) if column in row else "-" for column in columns]
         table.append([row["task"], flags, *cells])
-    machine = record(f"race/{name}__xeon")["runs"][0]["machine"]
-    records = ", ".join(link(f"race/{name}__xeon") for name in HALF_HOURS)
-    said = f"Mean and range of three seeds. {processor(machine['cpu'])}. Records: {records}."
-    return f"{as_markdown(table, labels=2)}\n\n{said}\n"
+    return of_three_seeds(table, [f"race/{name}__xeon" for name in HALF_HOURS], labels=2)
 
 
 def memory() -> str:
@@ -270,10 +275,7 @@ def memory() -> str:
         for entrant in entrants:
             line.append(with_range(rows[entrant][last]) if entrant in rows else "-")
         table.append(line)
-    records = ", ".join(map(link, names))
-    machine = record(names[0])["runs"][0]["machine"]
-    said = f"Mean and range of three seeds. {processor(machine['cpu'])}. Records: {records}."
-    return f"{as_markdown(table, labels=1)}\n\n{said}\n"
+    return of_three_seeds(table, names, labels=1)
 
 
 def speedup() -> str:
