@@ -8,13 +8,13 @@ Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; obser
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
 evaluated. It is sac_continuous_action.py with these changes: replay is on the device. Observations
 are normalized by running statistics (SimBa, arXiv:2410.09754, but clipped), rewards divided by the
-deviation of returns (SimbaV2, arXiv:2502.15280, without its bound by their maximum). There is one
-update for every 4 environment steps, as FastTD3 (arXiv:2505.22642) makes fewer updates than steps,
-and one policy step, not two, for every two updates. A batch has 64 transitions, not 256: a core
-makes more updates of that size.
+deviation of returns (SimbaV2, arXiv:2502.15280, without its bound by their maximum). Targets have
+the rewards of three steps (D4PG, arXiv:1804.08617). There is one update for every 4 environment
+steps, as FastTD3 (arXiv:2505.22642) makes fewer updates than steps, and one policy step, not two,
+for every two updates. A batch has 64 transitions, not 256: a core makes more updates of that size.
 Other than CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64,
-batch_size 64, utd_ratio 0.25 (CleanRL's script has no such flag: it is 1), alpha 0.01 (SimbaV2's,
-also where it is tuned), and a row of metrics every 100 steps of all environments.
+batch_size 64, alpha 0.01 (SimbaV2's, also where it is tuned), utd_ratio 0.25 and nstep 3 (CleanRL's
+script has no such flags: both are 1), and a row of metrics every 100 steps of all environments.
 Its twin sac_mujoco_worlds_torchcompile.py is this file with the hunks marked `# speed:`. Shapes: N
 environments, B batch, O observation, A action.
 """
@@ -29,7 +29,8 @@ import re
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +80,7 @@ class Args:
     utd_ratio: float = 0.25  # update-to-data ratio: updates per environment step
     buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
     gamma: float = 0.99  # discount factor
+    nstep: int = 3  # rewards of so many steps are in a target, fewer where an episode ends
     tau: float = 0.005  # share of the Q-networks that enters their targets at each target update
     batch_size: int = 64  # transitions per update
     learning_starts: int = 5_000  # environment steps with random actions before the first update
@@ -92,6 +94,8 @@ class Args:
     def __post_init__(self):
         if not (0 <= self.gamma <= 1 and 0 <= self.tau <= 1):
             raise ValueError("--gamma and --tau lie between 0 and 1")
+        if self.nstep < 1:
+            raise ValueError("--nstep is at least 1")
         if not 0 < self.learning_starts < self.total_timesteps:
             raise ValueError("--learning-starts lies between 0 and --total-timesteps")
 
@@ -163,13 +167,28 @@ class Actor(nn.Module):
 
 
 class Batch(NamedTuple):
-    """B transitions, float32. `terminated` is 1 at a real end; a truncated episode has 0."""
+    """B transitions, float32, over one step or several; a truncated episode goes on."""
 
     obs: Tensor  # (B, O)
     actions: Tensor  # (B, A)
-    next_obs: Tensor  # (B, O)
-    rewards: Tensor  # (B,)
-    terminated: Tensor  # (B,)
+    next_obs: Tensor  # (B, O), after the last of the steps
+    rewards: Tensor  # (B,), discounted sums
+    discounts: Tensor  # (B,), of what follows next_obs: gamma^steps, 0 at a real end
+
+
+def n_step(steps: Sequence[tuple[Batch, Tensor]], gamma: float) -> Batch:
+    """Transitions over consecutive steps, or until their episode ends (D4PG, arXiv:1804.08617).
+
+    steps: transitions of one step, and whether their episodes end there (N,), as bool.
+    """
+    *before, (result, _) = steps
+    for step, ended in reversed(before):
+        result = step._replace(
+            next_obs=step.next_obs.where(ended[:, None], result.next_obs),
+            rewards=step.rewards + gamma * result.rewards.masked_fill(ended, 0),
+            discounts=step.discounts.where(ended, gamma * result.discounts),
+        )
+    return result
 
 
 class ReplayBuffer:
@@ -185,7 +204,7 @@ class ReplayBuffer:
             actions=torch.empty(self.capacity, action_dim, device=device),
             next_obs=torch.empty(self.capacity, obs_dim, device=device),
             rewards=torch.empty(self.capacity, device=device),
-            terminated=torch.empty(self.capacity, device=device),
+            discounts=torch.empty(self.capacity, device=device),
         )
 
     def add(self, transitions: Batch) -> None:
@@ -221,13 +240,16 @@ class ReplayBuffer:
 # Losses
 
 
-def critic_loss(agent: "SAC", batch: Batch, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Soft Bellman error of each Q-network (equation 5, doubled) -> losses (2,), values (2, B)."""
+def critic_loss(agent: "SAC", batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Soft Bellman error of each Q-network (equation 5, doubled) -> losses (2,), values (2, B).
+
+    Over several steps the entropy of those between is left out.
+    """
     with torch.no_grad():
         next_actions, next_log_probs = agent.actor.sample(batch.next_obs, noise)
         next_q = agent.qf_target(batch.next_obs, next_actions)  # (2, B)
         next_values = next_q.amin(dim=0) - agent.log_alpha.exp() * next_log_probs
-        targets = batch.rewards + gamma * (1 - batch.terminated) * next_values
+        targets = batch.rewards + batch.discounts * next_values
     values = agent.qf(batch.obs, batch.actions)
     losses = (values - targets).square().mean(dim=1)
     return losses, values
@@ -324,7 +346,7 @@ class SAC(nn.Module):
             next_obs=self.normalize(batch.next_obs),
             rewards=self.scale(batch.rewards),
         )
-        losses, values = critic_loss(self, batch, noise, self.args.gamma)
+        losses, values = critic_loss(self, batch, noise)
         gradient_step(losses.sum(), self.q_optimizer)
         losses = losses.detach()
         mean_values = values.detach().mean(dim=1)
@@ -406,6 +428,7 @@ def main(args: Args) -> Path:
     obs, _ = envs.reset(seed=seed, options={"stagger": True})
     num_updates = int(max(run.start_step - args.learning_starts, 0) * args.utd_ratio)
     metrics = {}  # of the last updates
+    steps = deque(maxlen=args.nstep)  # the last ones of all environments
     totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
     run.open()
     while not run.ending:
@@ -436,7 +459,10 @@ def main(args: Args) -> Path:
         # 4. Store. Where an episode ended, next_obs is already the next episode's first.
         run.stage("replay")
         agent.observe(obs, rewards, infos["_episode"])
-        rb.add(Batch(obs, actions, infos["final_obs"], rewards, terminated))
+        discounts = args.gamma * (1 - terminated.float())
+        transitions = Batch(obs, actions, infos["final_obs"], rewards, discounts)
+        steps.append((transitions, infos["_episode"]))
+        rb.add(n_step(steps, args.gamma))
         obs = next_obs
         episode = infos["episode"]
         known = infos["_episode"] & episode["r"].isfinite()  # the first are NaN

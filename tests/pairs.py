@@ -70,16 +70,19 @@ class Pair(NamedTuple):
 def transitions(pair: Pair, reference, device) -> tuple:
     """Columns of one tensor, as in the variant's replay buffer; one in ten terminates."""
     rows = torch.randn(B, 2 * OBS + A + 2, device=device)
-    obs, actions, next_obs, rewards, terminated = rows.split((OBS, A, OBS, 1, 1), dim=1)
+    obs, actions, next_obs, rewards, last = rows.split((OBS, A, OBS, 1, 1), dim=1)
     actions.tanh_()
-    terminated.copy_(terminated > 1.3)
-    batch = pair.variant.Batch(
-        obs=obs,
-        actions=actions,
-        next_obs=next_obs,
-        rewards=rewards.squeeze(1),
-        terminated=terminated.squeeze(1),
-    )
+    last.copy_(last > 1.3)
+    columns = {
+        "obs": obs,
+        "actions": actions,
+        "next_obs": next_obs,
+        "rewards": rewards.squeeze(1),
+        "terminated": last.squeeze(1),
+    }
+    if pair.script == "sac_mujoco_worlds":
+        columns["discounts"] = columns.pop("terminated").mul_(-0.97).add_(0.97)
+    batch = pair.variant.Batch(**columns)
     due = (True,) if pair.agent == "TD3" else (True, True)
     return batch, *due
 
@@ -205,12 +208,12 @@ PAIRS = {
         draw=transitions,
         update="update",
         flags={"num_envs": 8, "batch_size": 16, "learning_starts": 200, "buffer_size": 500},
-        wrong=Q_WRONG,
-        annealed=Q_ANNEALED,
+        wrong={"tau": 0.01},  # gamma is in the batch
+        annealed={"tau": (0.1, 0.2)},
         run={
             "env_id": "worlds/InvertedPendulum-v5",
             "physics": "c",
-            "total_timesteps": 800,
+            "total_timesteps": 560,
             "tau": 0.1,
             "utd_ratio": 0.25,
         },

@@ -8,6 +8,7 @@ Records, stages and what a checkpoint restores are the business of test_runs.
 import copy
 import functools
 import importlib.util
+import itertools
 import linecache
 import shutil
 import sys
@@ -52,7 +53,7 @@ PPO |= {"gae_lambda": 0.8, "clip_coef": 0.02, "learning_rate": 0.01, "total_time
 PPO |= {"end_gamma": 0.99}
 SAC = {"num_envs": 4, "batch_size": 16, "learning_starts": 162, "buffer_size": 230, "tau": 0.1}
 SAC |= {"utd_ratio": 0.375, "policy_frequency": 3, "target_network_frequency": 2}
-SAC |= {"total_timesteps": 403}
+SAC |= {"total_timesteps": 403, "gamma": 0.95}
 CAPACITY = 228  # of SAC's buffer: 57 whole steps of 4
 LOW, HIGH = torch.tensor([-1.0, 0.0, -2.0]), torch.tensor([3.0, 0.5, -1.0])
 BOX = gym.spaces.Box(LOW.numpy(), HIGH.numpy())
@@ -464,9 +465,25 @@ def stored(replay):
 
 
 def transitions(run):
-    """What replay has to take in: all steps, one world after the other."""
-    names = "obs", "actions", "final_obs", "rewards", "terminated"
-    return side_by_side([getattr(run.told, name).flatten(0, 1) for name in names])
+    """What replay has to take in: after each step, of each world, what the last three have led to.
+
+    Without those after an end. After the first and the second step there are fewer.
+    """
+    told, rows = run.told, []
+    for t, n in itertools.product(range(len(told.obs)), range(4)):
+        first = last = max(t - 2, 0)
+        while last < t and not told.ended[last, n]:
+            last += 1
+        total = sum(0.95**k * told.rewards[first + k, n] for k in range(last - first + 1))
+        discount = 0.95 ** (last - first + 1) * ~told.terminated[last, n]
+        ends = told.final_obs[last, n], total[None], discount[None]
+        rows.append(torch.cat([told.obs[first, n], told.actions[first, n], *ends]))
+    return torch.stack(rows)
+
+
+def added(run):
+    """What it has taken in."""
+    return torch.cat([side_by_side(add.args[0]) for add in run.of("add")])
 
 
 def held(rows, count):
@@ -514,17 +531,17 @@ def test_then_the_policy_acts(sac_run):
 
 
 def test_replay_holds_what_happened(sac_run):
-    """In a ring that is filled more than once, with both kinds of ends."""
+    """In a ring that is filled more than once, with both kinds of ends, also amid three steps."""
     told = sac_run.told
     assert (told.terminated > told.truncated).any() and (told.truncated > told.terminated).any()
-    rows, adds = transitions(sac_run), sac_run.of("add")
-    assert_equal(torch.cat([side_by_side(add.args[0]) for add in adds]), rows)
+    rows = added(sac_run)
+    assert_close(rows, transitions(sac_run), 1e-6)
     assert_equal(stored(sac_run.checkpoint["replay"]), held(rows, 400))
 
 
 def test_updates_learn_from_uniform_draws(sac_run):
     """All parts of an update from the same one, with noise of their own."""
-    count, places, rows = 0, [], transitions(sac_run)
+    count, places, rows = 0, [], added(sac_run)
     for call in sac_run.calls:
         count += 4 * (call.name == "add")
         if call.name == "sample":
@@ -546,7 +563,7 @@ def test_statistics_are_of_all_steps(sac_run):
     """Of observations, and of discounted returns so far."""
     agent, told, total, returns = sac_run.agent, sac_run.told, torch.zeros(4), []
     for rewards, ended in zip(told.rewards, told.ended, strict=True):
-        total = 0.99 * total + rewards
+        total = 0.95 * total + rewards
         returns.append(total)
         total = total.masked_fill(ended, 0)
     for mean, variance, values in (
@@ -592,12 +609,14 @@ def test_sacs_updates_are_those_of_one_environment(module, reference, autotune):
         actions=intended(mine, torch.randn(16, 11), torch.randn(16, 3)),
         next_obs=means + widths * torch.randn(16, 11),
         rewards=torch.randn(16),
-        terminated=(torch.rand(16) < 0.3).float(),
+        discounts=0.9 * (torch.rand(16) > 0.3),
     )
-    inputs = batch._replace(
+    inputs = reference.Batch(
         obs=normalized(mine, obs),
+        actions=batch.actions,
         next_obs=normalized(mine, batch.next_obs),
         rewards=batch.rewards * (mine.return_variance + 1e-4).rsqrt(),
+        terminated=1 - batch.discounts / 0.9,
     )
     for _ in range(3):
         results = []
@@ -695,7 +714,7 @@ def test_a_resumed_ppo_learns_at_once(ppo_run, resumed):
 def test_a_resumed_sac_counts_updates_and_rows_from_the_start(sac_run, resumed):
     more = resumed(sac_run.module)
     assert [call.name for call in more.calls] == ["reset", *schedule(400, 460)]
-    rows = torch.cat([transitions(sac_run), transitions(more)])
+    rows = torch.cat([added(sac_run), added(more)])
     assert_equal(stored(more.checkpoint["replay"]), held(rows, 460))
 
 
