@@ -78,7 +78,7 @@ class Args:
     num_envs: int = 64  # environments stepped side by side
     utd_ratio: float = 0.25  # update-to-data ratio: updates per environment step
     buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
-    gamma: float = 0.99  # discount factor
+    gamma: float = 0.99  # discount factor, which stored transitions keep
     nstep: int = 3  # rewards of so many steps are in a target, fewer where an episode ends
     tau: float = 0.005  # share of the Q-networks that enters their targets at each target update
     batch_size: int = 64  # transitions per update
@@ -181,19 +181,19 @@ class Actor(nn.Module):
 
 
 class Batch(NamedTuple):
-    """B transitions, float32, over one step or several; a truncated episode goes on."""
+    """B transitions, float32, each over one or several steps; a truncated episode bootstraps."""
 
     obs: Tensor  # (B, O)
     actions: Tensor  # (B, A)
     next_obs: Tensor  # (B, O), after the last of the steps
-    rewards: Tensor  # (B,), discounted sums
-    discounts: Tensor  # (B,), of what follows next_obs: gamma^steps, 0 at a real end
+    rewards: Tensor  # (B,), discounted sums over the steps
+    discounts: Tensor  # (B,), of next_obs's value: gamma^steps, 0 where the episode terminated
 
 
 def n_step(steps: Sequence[tuple[Batch, Tensor]], gamma: float) -> Batch:
-    """Transitions over consecutive steps, or until their episode ends (D4PG, arXiv:1804.08617).
+    """Transitions over all of `steps`, or until their episode ends (D4PG, arXiv:1804.08617).
 
-    steps: transitions of one step, and whether their episodes end there (N,), as bool.
+    steps: consecutive; of each N transitions, and which episodes ended there (N,), as bool.
     """
     *before, (result, _) = steps
     for step, ended in reversed(before):
@@ -254,7 +254,7 @@ class ReplayBuffer:
         torch.index_select(self.data, 0, index, out=self.rows)
 
     def state_dict(self) -> dict:
-        state = {"capacity": self.capacity, "position": self.position}
+        state = {"capacity": self.capacity, "position": self.position, "gamma": self.args.gamma}
         # speed: one tensor
         state["rows"] = self.data[: self.size].to("cpu", copy=True)  # a view would save all
         return state
@@ -262,6 +262,8 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict) -> None:
         if state["capacity"] != self.capacity:
             raise ValueError(f"--buffer-size: the checkpoint has {state['capacity']:,}")
+        if state["gamma"] != self.args.gamma:
+            raise ValueError(f"--gamma: the checkpoint's transitions have {state['gamma']}")
         self.position = state["position"] // self.args.num_envs * self.args.num_envs
         # speed: one tensor, and its size on the device as well
         self.size = len(state["rows"])
@@ -275,7 +277,7 @@ class ReplayBuffer:
 def critic_loss(agent: "SAC", batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Soft Bellman error of each Q-network (equation 5, doubled) -> losses (2,), values (2, B).
 
-    Over several steps the entropy of those between is left out.
+    The entropy of steps between is left out.
     """
     with torch.no_grad():
         next_actions, next_log_probs = agent.actor.sample(batch.next_obs, noise)
@@ -559,7 +561,7 @@ def main(args: Args) -> Path:
     obs, _ = envs.reset(seed=seed, options={"stagger": True})
     num_updates = int(max(run.start_step - args.learning_starts, 0) * args.utd_ratio)
     metrics = {}  # of the last updates
-    steps = deque(maxlen=args.nstep)  # the last ones of all environments
+    recent = deque(maxlen=args.nstep)  # transitions of the last steps, and which episodes ended
     totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
     run.open()
     while not run.ending:
@@ -592,8 +594,8 @@ def main(args: Args) -> Path:
         agent.observe(obs, rewards, infos["_episode"])
         discounts = args.gamma * (1 - terminated.float())
         transitions = Batch(obs, actions, infos["final_obs"], rewards, discounts)
-        steps.append((transitions, infos["_episode"]))
-        rb.add(n_step(steps, args.gamma))
+        recent.append((transitions, infos["_episode"]))
+        rb.add(n_step(recent, args.gamma))
         obs = next_obs
         episode = infos["episode"]
         known = infos["_episode"] & episode["r"].isfinite()  # the first are NaN

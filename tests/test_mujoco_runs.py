@@ -53,7 +53,7 @@ PPO |= {"gae_lambda": 0.8, "clip_coef": 0.02, "learning_rate": 0.01, "total_time
 PPO |= {"end_gamma": 0.99}
 SAC = {"num_envs": 4, "batch_size": 16, "learning_starts": 162, "buffer_size": 230, "tau": 0.1}
 SAC |= {"utd_ratio": 0.375, "policy_frequency": 3, "target_network_frequency": 2}
-SAC |= {"total_timesteps": 403, "gamma": 0.95}
+SAC |= {"total_timesteps": 403, "gamma": 0.95, "nstep": 4}
 CAPACITY = 228  # of SAC's buffer: 57 whole steps of 4
 LOW, HIGH = torch.tensor([-1.0, 0.0, -2.0]), torch.tensor([3.0, 0.5, -1.0])
 BOX = gym.spaces.Box(LOW.numpy(), HIGH.numpy())
@@ -465,13 +465,13 @@ def stored(replay):
 
 
 def transitions(run):
-    """What replay has to take in: after each step, of each world, what the last three have led to.
+    """What replay has to take in: after each step, for each world, a transition over the last four.
 
-    Without those after an end. After the first and the second step there are fewer.
+    Or to the first end among them. The first steps of a run have fewer before them.
     """
     told, rows = run.told, []
     for t, n in itertools.product(range(len(told.obs)), range(4)):
-        first = last = max(t - 2, 0)
+        first = last = max(t - 3, 0)
         while last < t and not told.ended[last, n]:
             last += 1
         total = sum(0.95**k * told.rewards[first + k, n] for k in range(last - first + 1))
@@ -531,12 +531,47 @@ def test_then_the_policy_acts(sac_run):
 
 
 def test_replay_holds_what_happened(sac_run):
-    """In a ring that is filled more than once, with both kinds of ends, also amid three steps."""
+    """In a ring that is filled more than once, with both kinds of ends, also amid four steps."""
     told = sac_run.told
     assert (told.terminated > told.truncated).any() and (told.truncated > told.terminated).any()
     rows = added(sac_run)
     assert_close(rows, transitions(sac_run), 1e-6)
     assert_equal(stored(sac_run.checkpoint["replay"]), held(rows, 400))
+
+
+@scripts(sac, sac_variant)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_n_steps_end_with_the_first_end(module, count):
+    """Which may be of either kind, or both, and not the only one."""
+    steps = []
+    for _ in range(count):
+        terminated, truncated = torch.rand(2, 500) < 0.3
+        step = module.Batch(
+            obs=torch.randn(500, 3),
+            actions=torch.randn(500, 2),
+            next_obs=torch.randn(500, 3),
+            rewards=torch.randn(500),
+            discounts=0.9 * (1 - terminated.float()),
+        )
+        steps.append((step, terminated | truncated))
+    found = module.n_step(steps, 0.9)
+    for n in range(500):
+        total = 0.0
+        for k, (step, ended) in enumerate(steps):
+            total += 0.9**k * step.rewards[n]
+            if ended[n]:
+                break
+        first = steps[0][0]
+        parts = first.obs[n], first.actions[n], step.next_obs[n], total, 0.9**k * step.discounts[n]
+        assert_close([x[n] for x in found], [*parts], 1e-6)
+
+
+def test_replay_of_another_gamma_is_refused(sac_run):
+    """Its transitions have their discounts."""
+    buffer = sac_run.of("add")[0].owner
+    state = buffer.state_dict() | {"gamma": 0.9}
+    with pytest.raises(ValueError, match="^--gamma: the checkpoint's transitions have 0.9$"):
+        buffer.load_state_dict(state)
 
 
 def test_updates_learn_from_uniform_draws(sac_run):
@@ -595,7 +630,7 @@ def test_sacs_updates_are_those_of_one_environment(module, reference, autotune):
     flags["autotune"] = autotune
     mine = make_agent(module, 11, BOX, **flags)
     torch.manual_seed(0)
-    classic = reference.SAC(reference.Args(**flags), 11, BOX, CPU)
+    classic = reference.SAC(reference.Args(**flags | {"gamma": 0.7}), 11, BOX, CPU)
     assert mine.log_alpha.exp().item() == pytest.approx(0.3) and mine.target_entropy == -3
     classic.log_alpha.data.copy_(mine.log_alpha)
     means, widths = torch.linspace(-5, 20, 11), torch.logspace(-2, 2, 11)
@@ -609,14 +644,14 @@ def test_sacs_updates_are_those_of_one_environment(module, reference, autotune):
         actions=intended(mine, torch.randn(16, 11), torch.randn(16, 3)),
         next_obs=means + widths * torch.randn(16, 11),
         rewards=torch.randn(16),
-        discounts=0.9 * (torch.rand(16) > 0.3),
+        discounts=0.7 * (torch.rand(16) > 0.3),
     )
     inputs = reference.Batch(
         obs=normalized(mine, obs),
         actions=batch.actions,
         next_obs=normalized(mine, batch.next_obs),
         rewards=batch.rewards * (mine.return_variance + 1e-4).rsqrt(),
-        terminated=1 - batch.discounts / 0.9,
+        terminated=1 - batch.discounts / 0.7,
     )
     for _ in range(3):
         results = []
@@ -714,6 +749,7 @@ def test_a_resumed_ppo_learns_at_once(ppo_run, resumed):
 def test_a_resumed_sac_counts_updates_and_rows_from_the_start(sac_run, resumed):
     more = resumed(sac_run.module)
     assert [call.name for call in more.calls] == ["reset", *schedule(400, 460)]
+    assert_close(added(more), transitions(more), 1e-6)
     rows = torch.cat([added(sac_run), added(more)])
     assert_equal(stored(more.checkpoint["replay"]), held(rows, 460))
 

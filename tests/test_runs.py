@@ -487,6 +487,7 @@ REFUSED = [  # scripts, settings, the flag that is named
     ("(sac|td3)", {"learning_starts": 0}, "learning-starts"),
     ("(sac|td3)", {"learning_starts": 1_000_000}, "learning-starts"),
     ("(sac|td3)", {"tau": math.nan}, "gamma and --tau"),
+    ("sac_mujoco", {"nstep": 0}, "nstep"),
     ("p", {"gamma": math.nan}, "gamma and --"),
     ("p", {"num_minibatches": 3}, "num-minibatches"),
     ("ppo", {"num_minibatches": 128, "num_envs": 2, "num_steps": 64}, "num-minibatches"),
