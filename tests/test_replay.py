@@ -1,4 +1,4 @@
-"""The replay buffers of SAC and its variant; TD3 has the same, to the letter (test_shared)."""
+"""The replay buffers of SAC, alone and on worlds; TD3 has the same as SAC (test_shared)."""
 
 from dataclasses import replace
 
@@ -9,9 +9,13 @@ from helpers import CPU
 
 from leanrl import sac_continuous_action as baseline
 from leanrl import sac_continuous_action_torchcompile as variant
+from leanrl import sac_mujoco_worlds as worlds
+from leanrl import sac_mujoco_worlds_torchcompile as worlds_variant
 
 OBS, A = 17, 6
-SCRIPTS = pytest.mark.parametrize("module", [baseline, variant], ids=["baseline", "variant"])
+MODULES = [baseline, variant, worlds, worlds_variant]
+IDS = ["baseline", "variant", "worlds", "worlds variant"]
+SCRIPTS = pytest.mark.parametrize("module", MODULES, ids=IDS)
 
 
 def make_buffer(module, device=CPU, **flags):
@@ -30,13 +34,20 @@ def transitions(count, num_envs, seed=0):
         )
 
 
-@pytest.fixture(params=[baseline, variant], ids=["baseline", "variant"])
+def put(rb, step):
+    """Worlds give tensors, Gymnasium's environments arrays."""
+    if "worlds" in type(rb).__module__:
+        step = step._make([torch.tensor(np.float32(part)) for part in step])
+    rb.add(step)
+
+
+@pytest.fixture(params=MODULES, ids=IDS)
 def wrapped(request):
     """A ring of 48 rows into which 60 transitions were put -> (ring, {reward: transition})."""
     rb = make_buffer(request.param, buffer_size=50, num_envs=4, batch_size=48)
     stored = {}
     for i, step in enumerate(transitions(15, 4)):
-        rb.add(step)
+        put(rb, step)
         for n in range(4):
             stored[(i * 4 + n) % 48] = [np.float32(part[n]) for part in step]
     return rb, {float(parts[3]): parts for parts in stored.values()}
@@ -65,8 +76,8 @@ def test_a_copy_goes_on_alike(wrapped):
     rb, _ = wrapped
     other = copy_of(rb)
     for step in transitions(3, 4, seed=1):
-        rb.add(step)
-        other.add(step)
+        put(rb, step)
+        put(other, step)
     torch.manual_seed(0)
     expected = rb.sample().obs.clone()
     torch.manual_seed(0)
@@ -78,7 +89,7 @@ def test_a_copy_knows_how_much_is_filled(module):
     steps = list(transitions(3, 4))
     rb = make_buffer(module, buffer_size=50, num_envs=4, batch_size=1000)
     for step in steps:
-        rb.add(step)
+        put(rb, step)
     known = {float(np.float32(reward)) for step in steps for reward in step.rewards}
     assert set(copy_of(rb).sample().rewards.tolist()) == known
 
@@ -94,9 +105,9 @@ def test_a_ring_of_another_length_is_refused(wrapped, buffer_size):
 def test_samples_are_uniform_while_it_grows(module):
     """The size must not freeze at the first draw."""
     torch.manual_seed(0)
-    rb = make_buffer(module, buffer_size=1000)
+    rb = make_buffer(module, buffer_size=1000, num_envs=1)
     for number, step in enumerate(transitions(40, 1)):
-        rb.add(step._replace(rewards=np.array([number])))
+        put(rb, step._replace(rewards=np.array([number])))
         if number + 1 in (10, 40):
             drawn = torch.cat([rb.sample().rewards.clone() for _ in range(100)])
             counts = torch.bincount(drawn.long(), minlength=number + 1)
