@@ -14,8 +14,8 @@ no GPU, and the same seeds, and are evaluated in Gymnasium's own environments: t
 mean action. race.json keeps what is done, and the next call goes on from there: a run that a
 changed script would make otherwise is deleted from it by hand.
 
-    ours            the variants with --compile and their defaults. On worlds PPO's flags are those
-                    of plots/README.md, PPO's steps such that its rate comes down within the time
+    ours            the variants with --compile and their defaults. On worlds the flags are those
+                    of leanrl/README.md, PPO's steps such that its rate comes down within the time
     zoo             Stable-Baselines3 with the hyperparameters of RL Baselines3 Zoo, which has tuned
                     them for these tasks' v3: commit 00128b5 of DLR-RM/rl-baselines3-zoo,
                     hyperparams/{ppo,sac}.yml. Of SB3-Contrib's RecurrentPPO those of ppo_lstm.yml,
