@@ -13,11 +13,12 @@ CDPATH='' cd -P -- "$(dirname -- "$self")"
 
 usage() {
     cat <<'END'
-bash run.sh                      a robot that learns to run, then the speed-up table of README: minutes;
-                                 figures and a film in plots/out/
+bash run.sh                      a robot that learns to run, then the speed-up table of README, in ten
+                                 minutes; figures and a film in plots/out/
 bash run.sh --full               every script and row, 3 seeds at full length, which takes days;
-                                 finished runs are kept. Both tables take --only GLOB (of 'SCRIPT
-                                 ROW'), --seeds N, --steps N, --out FOLDER; then without robot
+                                 finished runs are kept
+                                 --only 'ppo* compile' (SCRIPT ROW), --seeds N, --steps N and --out
+                                 FOLDER narrow either table, and leave out the robot
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo, ppo_mujoco ...
 bash run.sh race [arguments]     what each has learned after minutes of one core, in 24 hours; it goes
                                  on where it stopped. --entrants "PPO on worlds" is a part of it
@@ -150,7 +151,8 @@ needs=(requirements/{requirements,plots}.txt)
 case $command in
     quick) [[ $* != *--only* ]] || needs+=(requirements/envpool.txt) ;;
     --full) needs+=(requirements/envpool.txt) ;;
-    field | race) ;;
+    field) needs+=(requirements/envpool.txt) ;;
+    race) ;;
     study) needs+=(requirements/study.txt) ;;
     figures) needs+=(requirements/{study,envpool}.txt) ;;
     gpu)
