@@ -89,6 +89,7 @@ class Args:
     target_kl: float | None = None  # stop after an epoch whose last minibatch's KL exceeds it
 
     def __post_init__(self):
+        self.observed = tuple(self.observed)  # a checkpoint's is a list
         batch_size = self.num_envs * self.num_steps
         if self.num_envs % self.num_minibatches or batch_size == self.num_minibatches:
             raise ValueError(f"--num-minibatches: must divide {self.num_envs} environments")
@@ -148,6 +149,10 @@ class LeanVectorEnv(gym.vector.VectorEnv):
         infos["final_info"] = {"episode": {"r": returns, "l": lengths}}
         return self.obs.copy(), rewards, terminated, truncated, infos
 
+    def close_extras(self, **kwargs) -> None:
+        for env in self.envs:
+            env.close()
+
 
 def make_envs(
     env_id: str, num_envs: int, observed: tuple[int, ...], video: Path | None = None
@@ -161,15 +166,19 @@ def make_envs(
         env = gym.make(env_id, **options)
         if "render_mode" in options:
             env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
-        if not isinstance(env.action_space, Box | Discrete):
-            raise ValueError("--env-id: needs continuous actions, or one that is discrete")
+        actions = env.action_space
+        discrete = isinstance(actions, Discrete) and actions.start == 0
+        vector = isinstance(actions, Box) and len(actions.shape) == 1
+        if not (discrete or vector):
+            raise ValueError("--env-id: needs a vector of continuous actions, or one of 0 to A - 1")
         env = gym.wrappers.RecordEpisodeStatistics(env)
         env = gym.wrappers.FlattenObservation(env)
         if observed:
-            low = env.observation_space.low[list(observed)]
-            space = Box(low, env.observation_space.high[list(observed)])
-            env = gym.wrappers.TransformObservation(env, lambda obs: obs[list(observed)], space)
-        if isinstance(env.action_space, Box):
+            seen = list(observed)
+            space = env.observation_space
+            space = Box(space.low[seen], space.high[seen], dtype=space.dtype)
+            env = gym.wrappers.TransformObservation(env, lambda obs: obs[seen], space)
+        if vector:
             env = gym.wrappers.ClipAction(env)
         return env
 
@@ -181,9 +190,10 @@ def make_envs(
 
 
 def get_masks(envs: gym.vector.VectorEnv, infos: dict) -> np.ndarray:
-    """Which discrete actions are valid now (N, A); all, if the infos do not say."""
+    """Which discrete actions are valid now (N, A); all, if not every info says it."""
     num_actions = getattr(envs.single_action_space, "n", 1)
-    return infos.get("action_mask", np.ones((envs.num_envs, num_actions))).astype(bool)
+    masks = infos.get("action_mask", np.ones((envs.num_envs, num_actions)))
+    return np.stack(masks).astype(bool)
 
 
 class NormalizedEnvs(gym.vector.VectorWrapper):
@@ -226,7 +236,8 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
         state = {}
         for kind in ("obs_rms", "return_rms"):
             for name in ("mean", "var", "count"):
-                state[f"{kind}_{name}"] = torch.as_tensor(getattr(getattr(self, kind), name))
+                number = np.array(getattr(getattr(self, kind), name))  # float64, also of a count
+                state[f"{kind}_{name}"] = torch.as_tensor(number)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -354,7 +365,7 @@ class Rollout(NamedTuple):
 
     obs: Tensor  # (T, N, O)
     starts: Tensor  # (T, N), 1 where an episode begins
-    masks: Tensor  # (T, N, A) bool, which discrete actions are valid
+    masks: Tensor  # (T, N, A) bool, which discrete actions are valid; (T, N, 1) of others
     actions: Tensor  # (T, N, A), or (T, N) int64
     log_probs: Tensor  # (T, N), as all below
     values: Tensor
@@ -673,8 +684,7 @@ def main(args: Args) -> Path:
             run.stage("inference")
             inputs = torch.as_tensor(obs, device=device)
             masks = torch.as_tensor(get_masks(envs, infos), device=device)
-            step = agent.act(inputs, starts, masks, states, noise[t])
-            sample, log_probs, values, states = step
+            sample, log_probs, values, states = agent.act(inputs, starts, masks, states, noise[t])
             actions = sample.cpu().numpy()
             run.stage("simulation")
             obs, rewards, terminated, truncated, infos = envs.step(actions)
@@ -766,7 +776,7 @@ def evaluate(agent: PPO, args: Args, training: NormalizedEnvs, video: Path) -> f
         with torch.no_grad():
             outputs, state = agent.model.actor(inputs[None], starts[None], state)
             policy = agent.model.policy(outputs[0], masks)
-            actions = policy[0].argmax(dim=-1) if agent.model.discrete else policy.mean
+            actions = policy.log_policy.argmax(dim=-1) if agent.model.discrete else policy.mean
         actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, infos = envs.step(actions)
         starts.zero_()  # what follows an episode does not count

@@ -119,3 +119,9 @@ def backend(request, monkeypatch):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     return request.param
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """What a test registers with Gymnasium is forgotten."""
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))

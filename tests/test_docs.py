@@ -140,11 +140,6 @@ def test_numbers_of_sentences_are_in_a_table():
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
-
-
-@pytest.fixture
 def balance(tmp_path, monkeypatch, registry):
     """The manual's own task, in a folder that is not the current one."""
     (xml,) = blocks("xml")

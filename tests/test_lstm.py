@@ -1,6 +1,8 @@
 """PPO with memory: states, resets, masks and minibatches, against loops over single episodes."""
 
 import copy
+import json
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -30,6 +32,15 @@ class Mixed(Named):
         return obs, reward, terminated, truncated, info
 
 
+class Precise(Mixed):
+    """Numbers that float32 would round."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+
+    def observe(self):
+        return np.array([self.name, self.episode, self.steps]) / 3
+
+
 class Choosing(Mixed):
     """One of three actions, of which each step makes one invalid."""
 
@@ -50,6 +61,7 @@ class Choosing(Mixed):
 
 gym.register("Mixed-v0", entry_point=Mixed)
 gym.register("Choosing-v0", entry_point=Choosing)
+gym.register("Precise-v0", entry_point=Precise)
 CASES = [(module, env) for module in (baseline, variant) for env in ("Mixed-v0", "Choosing-v0")]
 
 
@@ -299,6 +311,7 @@ def test_normalization_is_by_all_that_was_seen(module):
     other.load_state_dict(envs.state_dict())
     assert (other.normalize(obs) == envs.normalize(obs)).all()
     assert other.return_rms.var == envs.return_rms.var
+    assert {x.dtype for x in other.state_dict().values()} == {torch.float64}
     assert other.normalize(obs + 1e3).max() == 10
 
 
@@ -352,12 +365,13 @@ def test_only_what_is_observed_is_seen(module):
 
 def test_both_vectors_of_environments_tell_the_same():
     """The variant's, without copies, is Gymnasium's."""
-    for env_id in ("Mixed-v0", "Choosing-v0"):
-        both = [module.make_envs(env_id, 3, ()) for module in (baseline, variant)]
+    for env_id, observed in (("Mixed-v0", ()), ("Choosing-v0", ()), ("Precise-v0", (0, 2))):
+        both = [module.make_envs(env_id, 3, observed) for module in (baseline, variant)]
         results = [envs.reset(seed=4) for envs in both]
         for _ in range(12):
             for (obs, infos), envs in zip(results, both, strict=True):
                 np.testing.assert_array_equal(obs, results[0][0])
+                assert obs.dtype == results[0][0].dtype
                 masks = baseline.get_masks(envs, infos)
                 np.testing.assert_array_equal(masks, baseline.get_masks(both[0], results[0][1]))
             actions = masks.argmax(axis=1) if env_id == "Choosing-v0" else np.zeros((3, 2))
@@ -370,17 +384,41 @@ def test_both_vectors_of_environments_tell_the_same():
                     episodes = [infos["final_info"]["episode"] for infos in (ends[3], same[3])]
                     assert episodes[0][name][i] == episodes[1][name][i]
             results = [(one, ends[3]), (other, same[3])]
+        closed = [[], []]
+        for envs, names in zip(both, closed, strict=True):
+            for env in envs.envs:
+                env.unwrapped.close = partial(names.append, env.unwrapped.name)
+            envs.close()
+        assert closed[0] == closed[1] and len(closed[0]) == 3
 
 
 @BOTH
-def test_what_does_not_fit_is_refused(module):
+def test_what_does_not_fit_is_refused(module, registry):
     with pytest.raises(ValueError, match="^--num-minibatches: "):
         module.Args(num_envs=6, num_minibatches=4)
-    gym.register("Multi-v0", entry_point=lambda: Multi())
-    with pytest.raises(ValueError, match="^--env-id: needs "):
-        module.make_envs("Multi-v0", 1, ())
-    gym.registry.pop("Multi-v0")
+    spaces = gym.spaces
+    for space in (
+        spaces.MultiDiscrete([2, 2]),
+        spaces.Discrete(3, start=1),
+        spaces.Box(0, 1, (2, 2)),
+    ):
+        kind = type("Other", (Named,), {"action_space": space})
+        gym.register("Other-v0", entry_point=kind)
+        with pytest.raises(ValueError, match="^--env-id: needs "):
+            module.make_envs("Other-v0", 1, ())
 
 
-class Multi(Named):
-    action_space = gym.spaces.MultiDiscrete([2, 2])
+@BOTH
+def test_masks_may_be_lists(module):
+    envs = SimpleNamespace(num_envs=2, single_action_space=gym.spaces.Discrete(2))
+    rows = np.empty(2, dtype=object)
+    rows[:] = [1, 0], [0, 1]
+    masks = module.get_masks(envs, {"action_mask": rows})
+    assert masks.tolist() == [[True, False], [False, True]]
+    assert module.get_masks(envs, {}).all()
+
+
+@BOTH
+def test_a_checkpoints_flags_are_those_of_the_run(module):
+    args = module.Args(observed=(1, 0))
+    assert module.Args(**json.loads(json.dumps(vars(args)))) == args
