@@ -1,19 +1,19 @@
 """Writes the policy of a run as one ONNX file, for a robot, a browser or a game engine.
 
     python leanrl/export.py runs/RUN                      # runs/RUN/policy.onnx, of its checkpoint
-    python leanrl/export.py runs/RUN --script my_copy.py  # of a copy that has another name
+    python leanrl/export.py runs/RUN --script my_copy.py  # of a copy, or a run with --exp-name
     python leanrl/export.py runs/RUN --out walk.onnx
 
 The file takes raw observations, N at a time, and gives actions in the environment's units, without
 noise: normalization, squashing, scaling and clipping are inside.
 
-    input   obs (N, O) float32; of Atari (N, 4, 84, 84) uint8
+    input   obs (N, O) float32, what the policy sees of them, flat; of Atari (N, 4, 84, 84) uint8
     output  action (N, A) float32; of discrete actions (N,) int64, the likeliest or best one, and
             scores (N, A), log-probabilities or Q-values, for who masks invalid ones
     LSTM    also takes state (2, N, H), zero where an episode begins, and gives next_state
 
-Its metadata say env_id, script, the bounds of actions and, of a MuJoCo model, the control rate in
-Hz and the names of joints and actuators, as JSON. Needs requirements/onnx.txt.
+Its metadata say env_id, script, the bounds of actions, if any, and, of a MuJoCo model, the control
+rate in Hz and the names of joints and actuators, as JSON. Needs requirements/onnx.txt.
 """
 
 import importlib.util
@@ -62,8 +62,8 @@ class Clip(nn.Module):
 
     def __init__(self, space: Box):
         super().__init__()
-        self.register_buffer("low", torch.as_tensor(space.low))
-        self.register_buffer("high", torch.as_tensor(space.high))
+        self.register_buffer("low", torch.as_tensor(space.low).float())
+        self.register_buffer("high", torch.as_tensor(space.high).float())
 
     def forward(self, actions: Tensor) -> Tensor:
         return actions.clamp(self.low, self.high)
@@ -164,27 +164,33 @@ def make_policy(module: ModuleType, checkpoint: dict) -> tuple[nn.Module, tuple,
         agent.load_state_dict(weights)
         return Best(agent), (torch.zeros(2, *module.OBS_SHAPE, dtype=torch.uint8),), None
 
-    env = gym.make(args.env_id)
+    env = gym.wrappers.FlattenObservation(gym.make(args.env_id))
+    obs_dim = seen = env.observation_space.shape[0]
     if hasattr(module, "mujoco_worlds"):
-        space = (gym.make_vec(args.env_id, num_envs=1),)
-    elif hasattr(module, "NormalizedEnvs"):
-        env = gym.wrappers.FlattenObservation(env)
-        space = (len(args.observed) or env.observation_space.shape[0], env.action_space)
+        envs = gym.make_vec(args.env_id, num_envs=1)
+        seen = envs.actor_dim
+        dims = (envs,)
+    elif hasattr(module, "Memory"):
+        dims = (len(args.observed) or obs_dim, env.action_space)
+    elif Agent.__name__ == "PPO":
+        dims = (obs_dim, gym.spaces.flatdim(env.action_space))
     else:
-        space = (env.observation_space.shape[0], env.action_space)
-        if Agent.__name__ == "PPO":
-            space = (space[0], gym.spaces.flatdim(env.action_space))
-    agent = Agent(args, *space, CPU)
+        dims = (obs_dim, env.action_space)
+    agent = Agent(args, *dims, CPU)
     agent.load_state_dict(weights)
-    obs = torch.zeros(2, env.observation_space.shape[0])
-    if hasattr(module, "NormalizedEnvs"):
+    obs = torch.zeros(2, seen)
+    if hasattr(module, "Memory"):
         policy = Recurrent(agent, env.action_space, statistics)
         return policy, (obs, torch.zeros(2, 2, module.HIDDEN)), env
     if hasattr(agent, "actor"):
-        return Squashed(agent), (obs,), env
-    if isinstance(env.action_space, Box):
-        return Mean(agent, env.action_space, statistics), (obs,), env
-    return Best(agent), (obs,), env
+        policy = Squashed(agent)
+    elif isinstance(env.action_space, Box):
+        policy = Mean(agent, env.action_space, statistics)
+    else:
+        policy = Best(agent)
+    if seen < obs_dim:  # the rest is the critic's
+        policy = nn.Sequential(nn.ZeroPad1d((0, obs_dim - seen)), policy)
+    return policy, (obs,), env
 
 
 def describe(module: ModuleType, checkpoint: dict, env: gym.Env | None) -> dict:
@@ -193,12 +199,13 @@ def describe(module: ModuleType, checkpoint: dict, env: gym.Env | None) -> dict:
     metadata["environment_steps"] = checkpoint["global_step"]
     if env is None:
         return metadata
-    if isinstance(env.action_space, Box):
+    if isinstance(env.action_space, Box) and env.action_space.is_bounded():
         metadata["action_low"] = env.action_space.low.tolist()
         metadata["action_high"] = env.action_space.high.tolist()
-    model = getattr(env.unwrapped, "model", None)
-    if hasattr(model, "actuator"):  # MuJoCo's
-        metadata["control_hz"] = 1 / env.unwrapped.dt
+    robot = getattr(env.unwrapped, "worlds", env.unwrapped)
+    model = getattr(robot, "model", None)
+    if hasattr(model, "actuator") and hasattr(robot, "dt"):  # MuJoCo's
+        metadata["control_hz"] = 1 / robot.dt
         metadata["joints"] = [model.joint(i).name for i in range(model.njnt)]
         metadata["actuators"] = [model.actuator(i).name for i in range(model.nu)]
     return metadata
@@ -209,10 +216,11 @@ def main(args: Args) -> Path:
     import onnx
 
     path = args.run_dir / "checkpoint.pt"
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     script = args.script or Path(__file__).with_name(f"{checkpoint['args']['exp_name']}.py")
     module = load_script(script)
     policy, inputs, env = make_policy(module, checkpoint)
+    metadata = describe(module, checkpoint, env)
     names = ["obs", "state"][: len(inputs)]
     outputs = ["action", "scores"]
     if env and isinstance(env.action_space, Box):
@@ -232,7 +240,6 @@ def main(args: Args) -> Path:
         verbose=False,
     )
     model = onnx.load(out)
-    metadata = describe(module, checkpoint, env)
     onnx.helper.set_model_props(model, {name: json.dumps(x) for name, x in metadata.items()})
     onnx.save(model, out)
     print(f"{out}: {out.stat().st_size:,} bytes, {', '.join(names)} -> {', '.join(outputs)}")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import gymnasium as gym
 import numpy as np
@@ -164,6 +165,41 @@ def test_metadata_name_what_moves(tmp_path):
     assert metadata["joints"] == ["slider", "hinge"] and metadata["actuators"] == ["slide"]
     assert metadata["control_hz"] == pytest.approx(25)
     assert metadata["action_low"] == [-3] and metadata["action_high"] == [3]
+
+
+@pytest.mark.parametrize("name", ["ppo_mujoco_worlds", "sac_mujoco_worlds"])
+def test_a_robot_gives_what_its_policy_sees(name, tmp_path, monkeypatch, registry):
+    """A task of one's own, of whose 66 numbers only the critic sees the last 31."""
+    monkeypatch.syspath_prepend(ROOT / "leanrl/tasks")
+    monkeypatch.delitem(sys.modules, "joystick", raising=False)
+    envs = gym.make_vec("joystick:AntJoystick-v0", num_envs=1)
+    module = importlib.import_module(f"leanrl.{name}")
+    args = module.Args(env_id="joystick:AntJoystick-v0", exp_name=name)
+    agent = export.agent_class(module)(args, envs, CPU)
+    write(tmp_path, agent, args, None)
+    session, metadata = open_file(export.main(export.Args(tmp_path)))
+    assert metadata["control_hz"] == pytest.approx(1 / envs.dt) and len(metadata["joints"]) == 9
+    obs = torch.randn(3, 66)
+    (actions,) = session.run(None, {"obs": obs[:, :35].numpy()})
+    expected = agent.act(obs, torch.zeros(3, 8))
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    np.testing.assert_allclose(actions, expected.clamp(-1, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_what_has_no_bounds_has_none_in_json(tmp_path, registry):
+    """Dict observations are flattened; actions may be float64, and anything."""
+    seen = gym.spaces.Dict({name: gym.spaces.Box(-1, 1, (2,)) for name in "ab"})
+    free = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    kind = type("Free", (gym.Env,), {"observation_space": seen, "action_space": free})
+    gym.register("Free-v0", entry_point=kind)
+    module = importlib.import_module("leanrl.ppo_continuous_action")
+    args = module.Args(env_id="Free-v0", exp_name="ppo_continuous_action")
+    statistics = {"obs_rms_mean": torch.zeros(1, 4), "obs_rms_var": torch.ones(1, 4)}
+    write(tmp_path, module.PPO(args, 4, 2, CPU), args, statistics)
+    session, metadata = open_file(export.main(export.Args(tmp_path)))
+    assert "action_low" not in metadata and "action_high" not in metadata
+    (actions,) = session.run(None, {"obs": np.ones((1, 4), np.float32)})
+    assert actions.dtype == np.float32 and actions.shape == (1, 2)
 
 
 def test_a_copy_is_named(tmp_path):
