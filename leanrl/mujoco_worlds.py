@@ -58,12 +58,12 @@ class Task:
 
     s.qpos (N, nq), s.qvel (N, nv), and the fields of mujoco.MjData (N, ...) that `reads` names;
     s.actions (N, A), the last ones; s.steps (N,), of the episode so far; s.speed (N,), in m/s, of
-    `position`; in `reward` also s.terminated (N,); and what `memory` names. Actions, steps and
-    speed are 0 where an episode begins.
+    `position`; in `reward` also s.terminated (N,); and what `memory` names. Actions, speed and,
+    unless it is staggered, steps are 0 where an episode begins.
 
-    `memory` is {name: width} of tensors (N, width) that last from step to step, zeros at first. Two
-    names are MuJoCo's: xfrc_applied and qfrc_applied are forces that act in the next step, and end
-    with the episode.
+    `memory` is {name: width} of tensors (N, width) that last from step to step, zeros at first,
+    after reset(seed=...), in a resumed run and in a world that broke. Two names are MuJoCo's:
+    xfrc_applied and qfrc_applied are forces that act in the next step; an episode begins without.
     """
 
     model: str  # an MJCF file beside the task's own, or one of Gymnasium's
@@ -321,8 +321,9 @@ def load_model(task):
     owners = [kind for kind in type(task).__mro__ if "model" in vars(kind)]
     module = sys.modules[(owners or [type(task)])[0].__module__]
     path = Path(getattr(module, "__file__", ".")).parent / task.model
-    if not path.exists():
-        path = Path(gymnasium_mujoco.__file__).parent / "assets" / task.model
+    gymnasiums = Path(gymnasium_mujoco.__file__).parent / "assets" / task.model
+    if gymnasiums.exists() and not path.exists():
+        path = gymnasiums
     model = mujoco.MjModel.from_xml_path(str(path))
     if not model.actuator_ctrllimited.all():
         raise ValueError(f"model: {task.model} has an actuator without a ctrlrange")
@@ -539,13 +540,13 @@ class WarpPhysics:
 
 
 class MuJoCoWorlds(gym.vector.VectorEnv):
-    """N worlds of a task in one batch: all tensors are float32 on `device`.
+    """N worlds of a task in one batch, in float32 on `device`.
 
     An episode that ends begins anew in the same step. infos["final_obs"] (N, O) is what the step
     has led to, infos["episode"] return `r` and length `l` so far (N,), infos["_episode"] is True
     where it ended. A world whose observation or reward is not finite, or beyond a million,
-    terminates with reward 0 and is counted in `broken`. A policy sees the first actor_dim numbers
-    of obs; the rest is for its critic alone.
+    terminates with reward 0, its final_obs is 0, and `broken` counts it. A policy sees the first
+    actor_dim numbers of obs; the rest is for its critic alone.
 
     physics: "c", "warp", or "auto": C on a CPU. randomize: 0.2 multiplies each world's masses,
     friction and actuators' strengths by factors of its own from 0.8 to 1.2, which are drawn by
@@ -628,7 +629,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         options = options or {}
         s = self.state
         mask = torch.as_tensor(options.get("reset_mask", True), device=s.steps.device)
-        mask = mask.expand(self.num_envs)
+        mask = mask.expand(self.num_envs).contiguous()  # as those of a step: one compilation
         if seed is not None:
             self.generator.manual_seed(seed)
             self.starts = []
@@ -684,13 +685,15 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         return self.task.reward(s).float()
 
     def conclude(self, rewards):
-        """The same as `settle`, of steps that are rewarded."""
+        """The rest of `settle`, which is a part of its own where `advance` comes before it."""
         s = self.state
         obs = self.look()
         # Before a world is NaN its numbers are huge, and one would spoil all statistics
         sane = (obs.abs() < 1e6).all(1) & (rewards.abs() < 1e6)
         obs = obs.where(sane[:, None], 0)
         rewards = rewards.where(sane, 0)
+        for name in self.task.memory:
+            getattr(s, name).masked_fill_(~sane[:, None], 0)
         terminated = ~sane | s.terminated
         truncated = s.steps >= self.max_steps
         ended = terminated | truncated

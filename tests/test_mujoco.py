@@ -470,6 +470,45 @@ def test_callbacks_of_the_host_program_stay():
     assert not envs.physics.batch.get_data(0).timer.duration.any()  # but no clock is read
 
 
+class Smoothed(mujoco_worlds.HalfCheetah):
+    """Sees its velocities smoothed, which `begin` leaves as they are."""
+
+    memory = {"smooth": 9}
+
+    def observe(self, s):
+        return s.smooth
+
+    def advance(self, s, generator):
+        s.smooth.lerp_(s.qvel, 0.1)
+
+
+def test_a_broken_world_forgets():
+    """Otherwise a number that is not finite would break all of its episodes."""
+    envs = MuJoCoWorlds(Smoothed(), 2)
+    envs.reset(seed=0)
+    envs.state.smooth[0, 0] = math.nan
+    for ends in (True, False):
+        obs, _, terminated, _, _ = envs.step(torch.zeros(2, 6))
+        assert terminated.tolist() == [ends, False] and obs.isfinite().all()
+
+
+def test_the_first_observations_are_compiled_once(one_thread):
+    """Of the reset, and of the first episodes that end."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    envs = make_envs("Hopper-v5", 3)
+    envs.wrap(functools.partial(torch.compile, backend=backend, fullgraph=True))
+    envs.reset(seed=0)
+    envs.step(torch.zeros(3, 3))
+    set_states(envs, 0 * envs.qpos.repeat(3, 1), envs.qvel)
+    _, _, _, _, infos = envs.step(torch.zeros(3, 3))
+    assert infos["_episode"].all() and len(graphs) == 2  # and `settle`
+
+
 class Commanded(Task):
     """Follows a command, which changes every third step; the critic sees the force, too."""
 
