@@ -77,7 +77,7 @@ class Args:
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
     num_steps: int = 128  # steps of a rollout in each environment
-    learning_rate: float = 1e-3  # at first; then it follows desired_kl, also after --resume
+    learning_rate: float = 1e-3  # at first; then by desired_kl, 1e-5 to 1e-2, also after --resume
     desired_kl: float = 0.03  # KL divergence that updates of a rollout should have; 0: any
     anneal_lr: bool = True  # lower desired_kl linearly until MIN_KL; without one, the rate to 0
     gamma: float = 0.99  # discount factor at first
@@ -96,8 +96,10 @@ class Args:
             raise ValueError(f"--num-minibatches: {batch_size:,} steps, two or more in each")
         if self.total_timesteps < 2 * batch_size:  # the first rollout only measures
             raise ValueError(f"--total-timesteps: two rollouts have {2 * batch_size:,} steps")
-        if not all(0 <= x <= 1 for x in (self.gamma, self.end_gamma or 0, self.gae_lambda)):
-            raise ValueError("--gamma and --end-gamma lie between 0 and 1, as does --gae-lambda")
+        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
+            raise ValueError("--gamma and --gae-lambda lie between 0 and 1")
+        if self.end_gamma is not None and not self.gamma <= self.end_gamma < 1:
+            raise ValueError("--end-gamma lies between --gamma and 1, which it is not")
 
 
 MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run

@@ -30,7 +30,6 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +87,7 @@ class Args:
     q_lr: float = 1e-3  # learning rate of the Q-networks and of the temperature
     policy_frequency: int = 2  # every n-th update updates the policy, once
     target_network_frequency: int = 1  # every n-th update updates the target networks
-    alpha: float = 0.01  # entropy temperature, at first where it is tuned; for scaled rewards
+    alpha: float = 0.01  # entropy temperature, at first where it is tuned; a resumed run's stays
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
 
     def __post_init__(self):
@@ -96,8 +95,10 @@ class Args:
             raise ValueError("--gamma and --tau lie between 0 and 1")
         if self.nstep < 1:
             raise ValueError("--nstep is at least 1")
-        if not 0 < self.learning_starts < self.total_timesteps:
-            raise ValueError("--learning-starts lies between 0 and --total-timesteps")
+        if not 0 < self.learning_starts <= self.total_timesteps - 2 * self.num_envs:
+            raise ValueError(
+                "--learning-starts: 1 or more, and two steps of all environments follow"
+            )
 
 
 LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for the device
@@ -176,7 +177,7 @@ class Batch(NamedTuple):
     discounts: Tensor  # (B,), of next_obs's value: gamma^steps, 0 where the episode terminated
 
 
-def n_step(steps: Sequence[tuple[Batch, Tensor]], gamma: float) -> Batch:
+def n_step(steps: deque, gamma: float) -> Batch:
     """Transitions over all of `steps`, or until their episode ends (D4PG, arXiv:1804.08617).
 
     steps: consecutive; of each N transitions, and which episodes ended there (N,), as bool.
@@ -427,7 +428,8 @@ def main(args: Args) -> Path:
         rb.load_state_dict(run.restore(agent)["replay"])
 
     obs, _ = envs.reset(seed=seed, options={"stagger": True})
-    num_updates = int(max(run.start_step - args.learning_starts, 0) * args.utd_ratio)
+    learned = run.start_step - args.learning_starts
+    num_updates = int(learned * args.utd_ratio) if learned >= args.num_envs else 0
     metrics = {}  # of the last updates
     recent = deque(maxlen=args.nstep)  # transitions of the last steps, and which episodes ended
     totals = torch.zeros(3, device=device)  # of episodes since the last row: return, length, count
@@ -459,20 +461,17 @@ def main(args: Args) -> Path:
 
         # 4. Store. Where an episode ended, next_obs is already the next episode's first.
         run.stage("replay")
-        agent.observe(obs, rewards, infos["_episode"])
+        ended = infos["_episode"]
+        agent.observe(obs, rewards, ended)
         discounts = args.gamma * (1 - terminated.float())
         transitions = Batch(obs, actions, infos["final_obs"], rewards, discounts)
-        recent.append((transitions, infos["_episode"]))
+        recent.append((transitions, ended))
         rb.add(n_step(recent, args.gamma))
         obs = next_obs
         episode = infos["episode"]
-        known = infos["_episode"] & episode["r"].isfinite()  # the first are NaN
-        numbers = [
-            episode["r"],
-            episode["l"],
-            torch.ones_like(rewards),
-        ]
-        totals += torch.stack(numbers).where(known, 0).sum(dim=1)
+        known = ended & episode["r"].isfinite()  # the first are NaN
+        numbers = torch.stack([episode["r"], episode["l"], torch.ones_like(rewards)])
+        totals += numbers.where(known, 0).sum(dim=1)
         run.step += args.num_envs
         run.tick()
 

@@ -496,7 +496,7 @@ def held(rows, count):
 
 def schedule(first, last):
     """Names of the calls of a run from step to step."""
-    names, updates = [], max(int((first - 162) * 0.375), 0)
+    names, updates = [], int((first - 162) * 0.375) * (first - 162 >= 4)
     for step in range(first, last, 4):
         learns = step >= 162
         names += ["act"] * learns
@@ -753,6 +753,27 @@ def test_a_resumed_sac_counts_updates_and_rows_from_the_start(sac_run, resumed):
     assert_close(added(more), transitions(more), 1e-6)
     rows = torch.cat([added(sac_run), added(more)])
     assert_equal(stored(more.checkpoint["replay"]), held(rows, 460))
+
+
+@scripts(sac, sac_variant)
+def test_a_sac_resumed_before_its_first_update_makes_all_of_them(module, monkeypatch, tmp_path):
+    """Those of the steps from 162 to 172; the first of them ends the first run."""
+    flags = {"utd_ratio": 2.0, "total_timesteps": 172, "checkpoint_every": 164}
+    updates = []
+    update = module.SAC.update
+
+    def crash_once(agent, *rest):
+        updates.append(agent)
+        assert len(updates) > 1, "crash"
+        return update(agent, *rest)
+
+    monkeypatch.setattr(module.SAC, "update", crash_once)
+    with pytest.raises(AssertionError, match="crash"):
+        train(module, **flags)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert read_checkpoint(run_dir)["global_step"] == 164
+    train(module, resume=str(run_dir), **flags)
+    assert len(updates) == 1 + 20
 
 
 @ALL_SCRIPTS
