@@ -95,9 +95,7 @@ class Args:
         if self.nstep < 1:
             raise ValueError("--nstep is at least 1")
         if not 0 < self.learning_starts <= self.total_timesteps - 2 * self.num_envs:
-            raise ValueError(
-                "--learning-starts: 1 or more, and two steps of all environments follow"
-            )
+            raise ValueError("--learning-starts: 1 to --total-timesteps less 2 * num_envs")
 
 
 LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for the device
