@@ -18,7 +18,7 @@ bash run.sh                      a robot that learns to run, then the speed-up t
 bash run.sh --full               every script and row, 3 seeds at full length, which takes days;
                                  finished runs are kept
                                  --only 'ppo* compile' (SCRIPT ROW), --seeds N, --steps N and --out
-                                 FOLDER narrow either table, and leave out the robot
+                                 FOLDER change either table, and leave out the robot
 bash run.sh field [arguments]    against other libraries; --algorithm sac, td3, ppo, ppo_mujoco ...
 bash run.sh race [arguments]     what each has learned after minutes of one core, in 24 hours; it goes
                                  on where it stopped. --entrants "PPO on worlds" is a part of it

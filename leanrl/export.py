@@ -7,7 +7,7 @@
 The file takes raw observations, N at a time, and gives actions in the environment's units, without
 noise: normalization, squashing, scaling and clipping are inside.
 
-    input   obs (N, O) float32, what the policy sees of them, flat; of Atari (N, 4, 84, 84) uint8
+    input   obs (N, O) float32, flat, without what only a critic sees; Atari (N, 4, 84, 84) uint8
     output  action (N, A) float32; of discrete actions (N,) int64, the likeliest or best one, and
             scores (N, A), log-probabilities or Q-values, for who masks invalid ones
     LSTM    also takes state (2, N, H), zero where an episode begins, and gives next_state

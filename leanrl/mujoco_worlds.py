@@ -685,7 +685,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         return self.task.reward(s).float()
 
     def conclude(self, rewards):
-        """The rest of `settle`, which is a part of its own where `advance` comes before it."""
+        """What follows `judge`; a part of its own where a task has `advance` in between."""
         s = self.state
         obs = self.look()
         # Before a world is NaN its numbers are huge, and one would spoil all statistics

@@ -123,7 +123,7 @@ def make_envs(
         discrete = isinstance(actions, Discrete) and actions.start == 0
         vector = isinstance(actions, Box) and len(actions.shape) == 1
         if not (discrete or vector):
-            raise ValueError("--env-id: needs a vector of continuous actions, or one of 0 to A - 1")
+            raise ValueError("--env-id: needs a vector of actions, or discrete ones from 0")
         env = gym.wrappers.RecordEpisodeStatistics(env)
         env = gym.wrappers.FlattenObservation(env)
         if observed:
@@ -142,7 +142,7 @@ def make_envs(
 
 
 def get_masks(envs: gym.vector.VectorEnv, infos: dict) -> np.ndarray:
-    """Which discrete actions are valid now (N, A); all, if not every info says it."""
+    """Which discrete actions are valid now (N, A); all, if no info says it, as each must."""
     num_actions = getattr(envs.single_action_space, "n", 1)
     masks = infos.get("action_mask", np.ones((envs.num_envs, num_actions)))
     return np.stack(masks).astype(bool)

@@ -96,7 +96,7 @@ class Args:
         if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
             raise ValueError("--gamma and --gae-lambda lie between 0 and 1")
         if self.end_gamma is not None and not self.gamma <= self.end_gamma < 1:
-            raise ValueError("--end-gamma lies between --gamma and 1, which it is not")
+            raise ValueError("--end-gamma is at least --gamma, and below 1")
 
 
 MIN_KL = 0.004  # annealing stops here: smaller updates would waste the rest of the run

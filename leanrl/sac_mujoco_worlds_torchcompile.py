@@ -94,8 +94,9 @@ class Args:
             raise ValueError("--gamma and --tau lie between 0 and 1")
         if self.nstep < 1:
             raise ValueError("--nstep is at least 1")
-        if not 0 < self.learning_starts <= self.total_timesteps - 2 * self.num_envs:
-            raise ValueError("--learning-starts: 1 to --total-timesteps less 2 * num_envs")
+        last_step = (self.total_timesteps // self.num_envs - 1) * self.num_envs
+        if not 0 < self.learning_starts <= last_step:
+            raise ValueError(f"--learning-starts: 1 to {last_step:,}, by --total-timesteps")
 
 
 LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for the device
@@ -558,7 +559,7 @@ def main(args: Args) -> Path:
         print("--cudagraphs: without CUDA it has no effect", file=sys.stderr)
 
     obs, _ = envs.reset(seed=seed, options={"stagger": True})
-    learned = run.start_step - args.learning_starts
+    learned = run.start_step - args.learning_starts  # the step that passes it makes no update
     num_updates = int(learned * args.utd_ratio) if learned >= args.num_envs else 0
     metrics = {}  # of the last updates
     recent = deque(maxlen=args.nstep)  # transitions of the last steps, and which episodes ended
@@ -594,8 +595,7 @@ def main(args: Args) -> Path:
         ended = infos["_episode"]
         agent.observe(obs, rewards, ended)
         discounts = args.gamma * (1 - terminated.float())
-        transitions = Batch(obs, actions, infos["final_obs"], rewards, discounts)
-        recent.append((transitions, ended))
+        recent.append((Batch(obs, actions, infos["final_obs"], rewards, discounts), ended))
         rb.add(n_step(recent, args.gamma))
         obs = next_obs
         episode = infos["episode"]

@@ -5,6 +5,7 @@ import json
 import sys
 
 import gymnasium as gym
+import mujoco_worlds  # noqa: F401  # before the registry of a test
 import numpy as np
 import pytest
 import torch

@@ -489,6 +489,7 @@ REFUSED = [  # scripts, settings, the flag that is named
     ("(sac|td3)", {"tau": math.nan}, "gamma and --tau"),
     ("sac_mujoco", {"nstep": 0}, "nstep"),
     ("sac_mujoco", {"num_envs": 4096, "total_timesteps": 8192}, "learning-starts"),
+    ("sac_mujoco", {"learning_starts": 5057, "total_timesteps": 5120}, "learning-starts"),
     ("ppo_mujoco", {"end_gamma": 1.0}, "end-gamma"),
     ("ppo_mujoco", {"end_gamma": 0.98}, "end-gamma"),
     ("p", {"gamma": math.nan}, "gamma and --"),
