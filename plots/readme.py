@@ -86,7 +86,7 @@ FIELD = {  # algorithm -> records: of two machines where there are two
     "SAC": ["field/sac__epyc", "field/sac_awake__epyc"],
     "TD3": ["field/td3__epyc", "field/td3_two_threads__epyc"],
     "PPO": ["field/ppo__epyc-avx512", "field/ppo__epyc-avx2"],
-    "PPO with an LSTM": ["field/ppo_lstm__epyc"],
+    "PPO with an LSTM": ["field/ppo_lstm__xeon", "field/ppo_lstm__epyc"],
     "PPO for Atari": ["field/ppo_atari__epyc"],
     "PPO for Atari, 64 environments": ["field/ppo_atari_64__epyc"],
     "PQN for Atari": ["field/pqn_atari__epyc"],
