@@ -633,8 +633,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         if seed is not None:
             self.generator.manual_seed(seed)
             self.starts = []
-            for name in self.task.memory:
-                getattr(s, name).masked_fill_(mask[:, None], 0)
+            self.clear(self.task.memory, mask)
         self.begin(mask)
         self.first_obs(mask, self.look())
         if options.get("stagger"):
@@ -692,8 +691,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         sane = (obs.abs() < 1e6).all(1) & (rewards.abs() < 1e6)
         obs = obs.where(sane[:, None], 0)
         rewards = rewards.where(sane, 0)
-        for name in self.task.memory:
-            getattr(s, name).masked_fill_(~sane[:, None], 0)
+        self.clear(self.task.memory, ~sane)
         terminated = ~sane | s.terminated
         truncated = s.steps >= self.max_steps
         ended = terminated | truncated
@@ -712,6 +710,11 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         seen = self.task.observe(self.state)
         return join(*seen) if isinstance(seen, tuple) else join(seen)
 
+    def clear(self, names, mask):
+        """Zeros in these fields of the state where `mask` (N,)."""
+        for name in names:
+            getattr(self.state, name).masked_fill_(mask[:, None], 0)
+
     def begin(self, ended):
         """Places the worlds whose episodes begin."""
         self.task.begin(self.state, ended, self.generator)
@@ -725,11 +728,9 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
     def first_obs(self, ended, obs):
         """After `begin`: obs (N, O), where `ended` (N,) the first ones of the episodes."""
         s = self.state
-        s.actions.masked_fill_(ended[:, None], 0)
+        self.clear(["actions", *self.physics.inputs], ended)
         for field in (s.steps, s.speed, self.returns):
             field.masked_fill_(ended, 0)
-        for name in self.physics.inputs:
-            getattr(s, name).masked_fill_(ended[:, None], 0)
         position = self.task.position(s)
         self.position.copy_(position.where(ended, self.position))
         return self.look().where(ended[:, None], obs)
