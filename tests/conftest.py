@@ -125,3 +125,11 @@ def backend(request, monkeypatch):
 def registry(monkeypatch):
     """What a test registers with Gymnasium is forgotten."""
     monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+
+
+@pytest.fixture
+def joystick(monkeypatch, registry):
+    """The environment of leanrl/tasks/joystick.py, not yet registered."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "leanrl/tasks")
+    monkeypatch.delitem(sys.modules, "joystick", raising=False)
+    return "joystick:AntJoystick-v0"

@@ -107,10 +107,9 @@ def test_seeds_decide():
     assert envs.state is state and envs.lengths is lengths
 
 
-def test_it_is_a_vector_environment(monkeypatch):
+def test_it_is_a_vector_environment(registry):
     """The same in both scripts; Gymnasium makes it by name, with the spaces of its own."""
     assert inspect.getsource(baseline.CartPole) == inspect.getsource(variant.CartPole)
-    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
     gym.register("CartPoleTensors-v1", vector_entry_point=baseline.CartPole)
     envs = gym.make_vec("CartPoleTensors-v1", 3, device="cpu")
     theirs = gym.make_vec("CartPole-v1", 3)

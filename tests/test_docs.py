@@ -192,12 +192,10 @@ def test_own_task_is_what_mujoco_says(physics, engine, balance):
         ("sac_mujoco_worlds_torchcompile", "SAC", {"learning_starts": 40}),
     ],
 )
-def test_joysticks_policy_sees_sensors_alone(script, kind, flags, monkeypatch, registry, tmp_path):
-    monkeypatch.syspath_prepend(ROOT / "leanrl/tasks")
-    monkeypatch.delitem(sys.modules, "joystick", raising=False)
+def test_joysticks_policy_sees_sensors_alone(script, kind, flags, monkeypatch, joystick, tmp_path):
     monkeypatch.chdir(tmp_path)
     module = load(script)
-    flags = flags | {"env_id": "joystick:AntJoystick-v0", "num_envs": 4, "total_timesteps": 96}
+    flags = flags | {"env_id": joystick, "num_envs": 4, "total_timesteps": 96}
     flags |= {"randomize": 0.2, "eval_every": 96, "eval_episodes": 2, "save_model": True}
     run_dir = module.main(module.Args(**flags))
     assert np.isfinite(read_scalars(run_dir)["charts/eval_return"][-1][1])

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 
 import gymnasium as gym
 import mujoco_worlds  # noqa: F401  # before the registry of a test
@@ -169,13 +168,11 @@ def test_metadata_name_what_moves(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ppo_mujoco_worlds", "sac_mujoco_worlds"])
-def test_a_robot_gives_what_its_policy_sees(name, tmp_path, monkeypatch, registry):
+def test_a_robot_gives_what_its_policy_sees(name, tmp_path, joystick):
     """A task of one's own, of whose 66 numbers only the critic sees the last 31."""
-    monkeypatch.syspath_prepend(ROOT / "leanrl/tasks")
-    monkeypatch.delitem(sys.modules, "joystick", raising=False)
-    envs = gym.make_vec("joystick:AntJoystick-v0", num_envs=1)
+    envs = gym.make_vec(joystick, num_envs=1)
     module = importlib.import_module(f"leanrl.{name}")
-    args = module.Args(env_id="joystick:AntJoystick-v0", exp_name=name)
+    args = module.Args(env_id=joystick, exp_name=name)
     agent = export.agent_class(module)(args, envs, CPU)
     write(tmp_path, agent, args, None)
     session, metadata = open_file(export.main(export.Args(tmp_path)))

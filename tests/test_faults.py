@@ -53,9 +53,8 @@ class Rude(gym.Env):
 
 
 @pytest.fixture(autouse=True)
-def small_world(monkeypatch, tmp_path):
+def small_world(monkeypatch, tmp_path, registry):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
     gym.register("Rude-v0", Rude, disable_env_checker=True)
     Rude.seen.clear()
 

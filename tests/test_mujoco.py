@@ -419,9 +419,8 @@ def cart(tmp_path):
 
 
 @pytest.fixture
-def register(monkeypatch):
+def register(registry):
     """register(task): a task of one's own as Mine-v0, for this test."""
-    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
     return functools.partial(mujoco_worlds.register, "Mine-v0")
 
 

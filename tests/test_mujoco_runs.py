@@ -704,9 +704,8 @@ def evaluated(agent, make, seeds):
 
 
 @ALL_SCRIPTS
-def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch):
+def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, registry):
     """Of the same randomized Hoppers each time, the first of which is filmed."""
-    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
     hopper = functools.partial(mujoco_worlds.make_gymnasiums, "Hopper-v5")
     gym.register("Short-v0", hopper, max_episode_steps=6)
     films = []
