@@ -8,10 +8,11 @@ Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; obser
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
 evaluated. It is sac_continuous_action.py with these changes: replay is on the device. Observations
 are normalized by running statistics (SimBa, arXiv:2410.09754, but clipped), rewards divided by the
-deviation of returns (SimbaV2, arXiv:2502.15280, without its bound by their maximum). Targets have
-the rewards of three steps (D4PG, arXiv:1804.08617). There is one update for every 4 environment
-steps, as FastTD3 (arXiv:2505.22642) makes fewer updates than steps, and one policy step, not two,
-for every two updates. A batch has 64 transitions, not 256: a core makes more updates of that size.
+deviation of returns (SimbaV2, arXiv:2502.15280, without its bound by their maximum). Q-networks
+have layer normalization (RLPD, arXiv:2302.02948, but without weights). Targets have the rewards of
+three steps (D4PG, arXiv:1804.08617). There is one update for every 4 environment steps, as FastTD3
+(arXiv:2505.22642) makes fewer updates than steps, and one policy step, not two, for every two
+updates. A batch has 64 transitions, not 256: a core makes more updates of that size.
 Other than CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64,
 batch_size 64, alpha 0.01 (SimbaV2's, also where it is tuned), utd_ratio 0.25 and nstep 3 (CleanRL's
 script has no such flags: both are 1), and a row of metrics every 100 steps of all environments.
@@ -117,6 +118,20 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
         nn.Linear(256, 256),
         nn.ReLU(),
         nn.Linear(256, outputs),
+    )
+
+
+def q_network(inputs: int) -> nn.Sequential:
+    """The same for values, with layer normalization (Ba et al., 2016, arXiv:1607.06450)."""
+    norm = nn.LayerNorm(256, elementwise_affine=False)
+    return nn.Sequential(
+        nn.Linear(inputs, 256),
+        norm,
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        norm,
+        nn.ReLU(),
+        nn.Linear(256, 1),
     )
 
 
@@ -298,7 +313,7 @@ class SAC(nn.Module):
         self.args = args
         self.target_entropy = -float(action_dim)
         self.actor = Actor(envs.actor_dim, envs.single_action_space)
-        q_networks = [mlp(obs_dim + action_dim, 1) for _ in range(2)]
+        q_networks = [q_network(obs_dim + action_dim) for _ in range(2)]
         self.qf = TwinQ(q_networks)
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
         log_alpha = torch.tensor([math.log(args.alpha)])

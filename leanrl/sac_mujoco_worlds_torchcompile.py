@@ -119,6 +119,20 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
+def q_network(inputs: int) -> nn.Sequential:
+    """The same for values, with layer normalization (Ba et al., 2016, arXiv:1607.06450)."""
+    norm = nn.LayerNorm(256, elementwise_affine=False)
+    return nn.Sequential(
+        nn.Linear(inputs, 256),
+        norm,
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        norm,
+        nn.ReLU(),
+        nn.Linear(256, 1),
+    )
+
+
 class TwinQ(nn.ModuleList):
     """Two independent Q-networks behind one call (Fujimoto et al., 2018, arXiv:1802.09477)."""
 
@@ -371,7 +385,7 @@ class SAC(nn.Module):
         self.args = args
         self.target_entropy = -float(action_dim)
         self.actor = Actor(envs.actor_dim, envs.single_action_space)
-        q_networks = [mlp(obs_dim + action_dim, 1) for _ in range(2)]
+        q_networks = [q_network(obs_dim + action_dim) for _ in range(2)]
         self.qf = TwinQ(q_networks)
         self.qf_target = copy.deepcopy(self.qf).requires_grad_(False)
         log_alpha = torch.tensor([math.log(args.alpha)])
