@@ -52,7 +52,7 @@ WORLDS = (
 )
 HALF_HOURS = {  # record -> flags that are not the defaults
     "halfcheetah": "-",
-    "sac_halfcheetah": "-",
+    "sac_halfcheetah": "without layer normalization",
     "hopper": "`--end-gamma 0.997`",
     "walker2d": "-",
     "ant": "`--num-steps 32` `--desired-kl 0.02`",
