@@ -123,16 +123,9 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 def q_network(inputs: int) -> nn.Sequential:
     """The same for values, with layer normalization (Ba et al., 2016, arXiv:1607.06450)."""
+    first, relu, second, _, last = mlp(inputs, 1)
     norm = nn.LayerNorm(256, elementwise_affine=False)
-    return nn.Sequential(
-        nn.Linear(inputs, 256),
-        norm,
-        nn.ReLU(),
-        nn.Linear(256, 256),
-        norm,
-        nn.ReLU(),
-        nn.Linear(256, 1),
-    )
+    return nn.Sequential(first, norm, relu, second, norm, relu, last)
 
 
 class TwinQ(nn.ModuleList):
