@@ -50,7 +50,7 @@ WORLDS = (
     "humanoid_lambda__xeon",
     "humanoid__epyc",
 )
-HALF_HOURS = {  # record -> flags that are not the defaults
+HALF_HOURS = {  # record -> what is not today's default
     "halfcheetah": "-",
     "sac_halfcheetah": "without layer normalization",
     "hopper": "`--end-gamma 0.997`",
