@@ -88,6 +88,7 @@ class Args:
     target_network_frequency: int = 1  # every n-th update updates the target networks
     alpha: float = 0.01  # entropy temperature, at first where it is tuned; a resumed run's stays
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
+    clipped_double_q: bool = True  # take the smaller of both Q-networks' values, not their mean
 
     def __post_init__(self):
         if not (0 <= self.gamma <= 1 and 0 <= self.tau <= 1):
@@ -289,7 +290,7 @@ def critic_loss(agent: "SAC", batch: Batch, noise: Tensor) -> tuple[Tensor, Tens
     with torch.no_grad():
         next_actions, next_log_probs = agent.actor.sample(batch.next_obs, noise)
         next_q = agent.qf_target(batch.next_obs, next_actions)  # (2, B)
-        next_values = next_q.amin(dim=0) - agent.log_alpha.exp() * next_log_probs
+        next_values = agent.combine(next_q) - agent.log_alpha.exp() * next_log_probs
         targets = batch.rewards + batch.discounts * next_values
     values = agent.qf(batch.obs, batch.actions)
     losses = (values - targets).square().mean(dim=1)
@@ -299,7 +300,7 @@ def critic_loss(agent: "SAC", batch: Batch, noise: Tensor) -> tuple[Tensor, Tens
 def actor_loss(agent: "SAC", obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Objective of the policy, reparameterized (equation 9) -> loss (), log_probs (B,)."""
     actions, log_probs = agent.actor.sample(obs, noise)
-    values = agent.qf(obs, actions).amin(dim=0)
+    values = agent.combine(agent.qf(obs, actions))
     alpha = agent.log_alpha.exp().detach()
     loss = (alpha * log_probs - values).mean()
     return loss, log_probs
@@ -414,6 +415,10 @@ class SAC(nn.Module):
     def scale(self, rewards: Tensor) -> Tensor:
         """Rewards (B,) in deviations of discounted returns (SimbaV2's, but without its G_max)."""
         return rewards * (self.return_variance + 1e-4).rsqrt()
+
+    def combine(self, values: Tensor) -> Tensor:
+        """Values (2, B) -> the smaller ones (B,), or means, as in BRO (arXiv:2405.16158)."""
+        return values.amin(dim=0) if self.args.clipped_double_q else values.mean(dim=0)
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
         """obs (N, O), noise (N, A) -> actions (N, A)."""

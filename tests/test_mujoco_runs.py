@@ -690,6 +690,22 @@ def test_sacs_updates_are_those_of_one_environment(
     torch.testing.assert_close((weights, steps), (others, other_steps))
 
 
+@pytest.mark.parametrize("module", [sac, sac_variant], ids=name_of)
+def test_without_clipped_double_q_values_are_means(module, float64):
+    agent = make_agent(module, 11, BOX, clipped_double_q=False, alpha=0.3)
+    obs, next_obs, noise = torch.randn(16, 11), torch.randn(16, 11), torch.randn(16, 3)
+    rewards, discounts = torch.randn(16), torch.rand(16)
+    actions, log_probs = agent.actor.sample(obs, noise)
+    batch = module.Batch(obs, actions.detach(), next_obs, rewards, discounts)
+    loss, _ = module.actor_loss(agent, obs, noise)
+    torch.testing.assert_close(loss, 0.3 * log_probs.mean() - agent.qf(obs, actions).mean())
+    next_actions, next_log_probs = agent.actor.sample(next_obs, noise)
+    next_values = sum(agent.qf_target(next_obs, next_actions)) / 2 - 0.3 * next_log_probs
+    losses, values = module.critic_loss(agent, batch, noise)
+    errors = values - rewards - discounts * next_values
+    torch.testing.assert_close(losses, errors.square().mean(dim=1))
+
+
 # What PPO and SAC have in common
 
 

@@ -21,8 +21,8 @@ from leanrl.stopwatch import NOT_SCRIPTS
 FUNCTIONS = [  # the beginning of a script's name, and what all of them share that have it
     (r"", "gradient_step Adam reverse_scan"),
     (r"(sac|td3)_", "mlp TwinQ"),
-    (r"sac_", "actor_loss alpha_loss"),
-    (r"sac_continuous", "Actor critic_loss"),  # on worlds it may see a part; n steps
+    (r"sac_", "alpha_loss"),
+    (r"sac_continuous", "Actor critic_loss actor_loss"),  # on worlds there are more flags
     (r"(sac|td3)_continuous", "make_envs Batch ReplayBuffer"),
     (r"(sac|td3|ppo)_continuous", "Copying"),
     (r"ppo_", "mlp compute_gae policy_loss value_loss explained_variance"),
