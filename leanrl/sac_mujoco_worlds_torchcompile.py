@@ -95,9 +95,8 @@ class Args:
             raise ValueError("--gamma and --tau lie between 0 and 1")
         if self.nstep < 1:
             raise ValueError("--nstep is at least 1")
-        last_step = (self.total_timesteps // self.num_envs - 1) * self.num_envs
-        if not 0 < self.learning_starts <= last_step:
-            raise ValueError(f"--learning-starts: 1 to {last_step:,}, by --total-timesteps")
+        if not 0 < self.learning_starts < self.total_timesteps:
+            raise ValueError("--learning-starts lies between 0 and --total-timesteps")
 
 
 LOG_EVERY = 100  # steps of all environments per row of metrics, which waits for the device
@@ -262,7 +261,7 @@ class ReplayBuffer:
         torch.index_select(self.data, 0, index, out=self.rows)
 
     def state_dict(self) -> dict:
-        state = {"capacity": self.capacity, "position": self.position, "gamma": self.args.gamma}
+        state = {"capacity": self.capacity, "position": self.position}
         # speed: one tensor
         state["rows"] = self.data[: self.size].to("cpu", copy=True)  # a view would save all
         return state
@@ -270,8 +269,6 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict) -> None:
         if state["capacity"] != self.capacity:
             raise ValueError(f"--buffer-size: the checkpoint has {state['capacity']:,}")
-        if state["gamma"] != self.args.gamma:
-            raise ValueError(f"--gamma: the checkpoint's transitions have {state['gamma']}")
         self.position = state["position"] // self.args.num_envs * self.args.num_envs
         # speed: one tensor, and its size on the device as well
         self.size = len(state["rows"])
@@ -412,10 +409,6 @@ class SAC(nn.Module):
         obs = (obs - self.obs_mean) * (self.obs_variance + 1e-4).rsqrt()
         return obs.clamp(-10, 10)
 
-    def scale(self, rewards: Tensor) -> Tensor:
-        """Rewards (B,) in deviations of discounted returns (SimbaV2's, but without its G_max)."""
-        return rewards * (self.return_variance + 1e-4).rsqrt()
-
     def combine(self, values: Tensor) -> Tensor:
         """Values (2, B) -> the smaller ones (B,), or means, as in BRO (arXiv:2405.16158)."""
         return values.amin(dim=0) if self.args.clipped_double_q else values.mean(dim=0)
@@ -431,7 +424,7 @@ class SAC(nn.Module):
         batch = batch._replace(
             obs=self.normalize(batch.obs),
             next_obs=self.normalize(batch.next_obs),
-            rewards=self.scale(batch.rewards),
+            rewards=batch.rewards * (self.return_variance + 1e-4).rsqrt(),
         )
         losses, values = critic_loss(self, batch, noise)
         gradient_step(losses.sum(), self.q_optimizer)

@@ -568,14 +568,6 @@ def test_n_steps_end_with_the_first_end(module, count, float64):
         assert_close([x[n] for x in found], [*parts], 1e-12)
 
 
-def test_replay_of_another_gamma_is_refused(sac_run):
-    """Its transitions have their discounts."""
-    buffer = sac_run.of("add")[0].owner
-    state = buffer.state_dict() | {"gamma": 0.9}
-    with pytest.raises(ValueError, match="^--gamma: the checkpoint's transitions have 0.9$"):
-        buffer.load_state_dict(state)
-
-
 def test_updates_learn_from_uniform_draws(sac_run):
     """All parts of an update from the same one, with noise of their own."""
     count, places, rows = 0, [], added(sac_run)

@@ -483,14 +483,11 @@ def test_a_seed_decides_and_evaluating_or_saving_changes_nothing(name):
 
 # Flags
 
-UNLEARNED = {"num_envs": 64, "total_timesteps": 191, "learning_starts": 64}
 REFUSED = [  # scripts, settings, the flag that is named
     ("(sac|td3)", {"learning_starts": 0}, "learning-starts"),
     ("(sac|td3)", {"learning_starts": 1_000_000}, "learning-starts"),
     ("(sac|td3)", {"tau": math.nan}, "gamma and --tau"),
     ("sac_mujoco", {"nstep": 0}, "nstep"),
-    ("sac_mujoco", UNLEARNED | {"learning_starts": 65}, "learning-starts: 1 to 64"),
-    ("sac_mujoco", UNLEARNED | {"total_timesteps": 127}, "learning-starts: 1 to 0"),
     ("ppo_mujoco", {"end_gamma": 1.0}, "end-gamma"),
     ("ppo_mujoco", {"end_gamma": 0.98}, "end-gamma"),
     ("p", {"gamma": math.nan}, "gamma and --"),
