@@ -122,6 +122,7 @@ FLAGS = {
     ("PPO on worlds", "Ant-v5"): {"num_steps": 32, "desired_kl": 0.02},
     ("PPO on worlds", "Hopper-v5"): {"end_gamma": 0.997},
     ("SAC on worlds", "Ant-v5"): {"nstep": 1},
+    ("SAC on worlds", "HalfCheetah-v5"): {"clipped_double_q": False},
     ("PPO", "PendulumNoVel-v1"): {"gamma": 0.9},
     ("PPO with memory", "CartPoleNoVel-v1"): {"compile": False},  # it takes longer than to learn
     ("PPO with memory", "PendulumNoVel-v1"): {
