@@ -99,7 +99,7 @@ def draw(robots: list[dict], stem: Path) -> None:
     figure, panels = plt.subplots(1, len(robots), figsize=size, squeeze=False, layout="constrained")
     for ax, robot in zip(panels[0], robots, strict=True):
         seconds, _, returns = np.array(robot["evaluations"]).T
-        ax.plot(seconds, returns, "o-", color=curves.COLOURS["compile"])
+        ax.plot(seconds, returns, "o-", color=curves.COLOURS["compile"], clip_on=False)
         title = f"{robot['task']}: {returns[-1]:,.0f} after {seconds[-1]:.0f} s"
         ax.set(title=title, xlabel="seconds since the start, of which all count")
         ax.set(xlim=(0, None), ylim=(min(0, *returns), 1.05 * max(returns)))
