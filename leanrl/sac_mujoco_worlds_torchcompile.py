@@ -136,7 +136,9 @@ class TwinQ(nn.ModuleList):
         super().__init__([first])
         stacked, _ = torch.func.stack_module_state([first, second])
         for name, parameter in first.named_parameters():
-            parameter.data = stacked[name].data
+            data = stacked[name].data
+            # by columns in memory, as gradients come, so that Adam goes through all in one order
+            parameter.data = data.mT.contiguous().mT if data.ndim == 3 else data
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """obs (B, O), actions (B, A) -> values (2, B)."""
