@@ -437,6 +437,13 @@ class TD3(nn.Module):
         return metrics
 
 
+# speed: a compiled call checks first what it rests on, 850 guards for a critic's step; with these a
+# core spares 0.1 ms of it. Other numbers than those in `args`, and modules, keep what they were
+def kept_guards(guards: list) -> list[bool]:
+    """Guards on tensors, their shapes among them, and on `args`."""
+    return [x.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") or ".args." in x.name for x in guards]
+
+
 # speed: both updates, gradients and optimizer included, become one compiled call each
 def compile_agent(agent: TD3) -> None:
     """Each method is compiled when it is first called. The settings hold for the whole process."""
@@ -447,7 +454,8 @@ def compile_agent(agent: TD3) -> None:
         torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs
     for name in ("update_critic", "update_actor"):
         method = getattr(agent, name)
-        setattr(agent, name, torch.compile(method, fullgraph=True))
+        options = {"guard_filter_fn": kept_guards}
+        setattr(agent, name, torch.compile(method, fullgraph=True, options=options))
 
 
 # speed: what runs every step becomes CUDA graphs; a third call captures, when all is compiled

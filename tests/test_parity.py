@@ -86,6 +86,23 @@ def test_compiled_updates_agree(pair):
             run_updates(pair, reference, agent, 1)
 
 
+def test_compiled_code_follows_shapes_and_args():
+    """By the guards that are kept of those on whatever it has read."""
+
+    class Agent(torch.nn.Module):
+        def act(self, obs):
+            return self.args.gain * len(obs) + obs
+
+    torch._dynamo.reset()
+    agent = Agent()
+    agent.args = SimpleNamespace(gain=2.0)
+    options = {"guard_filter_fn": PAIRS["sac"].variant.kept_guards}
+    act = torch.compile(agent.act, fullgraph=True, backend="eager", options=options)
+    for gain, size in ((2.0, 3), (2.0, 4), (2.0, 5), (3.0, 3), (4.0, 6)):
+        agent.args.gain = gain
+        assert act(torch.ones(size)).tolist() == size * [gain * size + 1]
+
+
 @pytest.mark.parametrize(
     ("pair", "flag"),
     [

@@ -20,7 +20,7 @@ from leanrl.stopwatch import NOT_SCRIPTS
 
 FUNCTIONS = [  # the beginning of a script's name, and what all of them share that have it
     (r"", "gradient_step Adam reverse_scan"),
-    (r"(sac|td3)_", "mlp TwinQ"),
+    (r"(sac|td3)_", "mlp TwinQ kept_guards"),
     (r"sac_", "alpha_loss"),
     (r"sac_continuous", "Actor critic_loss actor_loss"),  # on worlds there are more flags
     (r"(sac|td3)_continuous", "make_envs Batch ReplayBuffer"),
