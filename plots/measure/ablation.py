@@ -74,7 +74,7 @@ def outside_of_graphs(module, function):
 
     def compile_around(agent) -> None:
         compile = torch.compile
-        torch.compile = lambda method, fullgraph: compile(method)
+        torch.compile = lambda method, fullgraph, **others: compile(method, **others)
         try:
             compile_agent(agent)
         finally:
@@ -96,6 +96,23 @@ def patch_stacking(module) -> None:
     """Two networks, one after the other."""
     module.TwinQ = baseline_of(module).TwinQ
     module.actor_loss = baseline_of(module).actor_loss
+
+
+def patch_columns(module) -> None:
+    """Weights by rows, where their gradients come by columns."""
+
+    class TwinQ(module.TwinQ):
+        def __init__(self, networks):
+            super().__init__(networks)
+            for parameter in self.parameters():
+                parameter.data = parameter.data.contiguous()
+
+    module.TwinQ = TwinQ
+
+
+def patch_guards(module) -> None:
+    """All guards of compiled code."""
+    module.kept_guards = lambda guards: [True] * len(guards)
 
 
 def patch_replay(module) -> None:
@@ -250,6 +267,7 @@ def patch_layers(module) -> None:
 
 OFF_POLICY = {
     "critics stacked by vmap": patch_stacking,
+    "stacked weights by columns": patch_columns,
     "replay in one tensor, one gather": patch_replay,
     "an Adam that compiles": patch_optimizer,
 }
@@ -267,6 +285,7 @@ ON_POLICY = {
 COMPILED_OFF_POLICY = {
     "critic update compiled": uncompiled("update_critic"),
     "actor update compiled": uncompiled("update_actor"),
+    "few guards": patch_guards,
 }
 COMPILED_SAC = COMPILED_OFF_POLICY | {"acting compiled": uncompiled("act")}
 COMPILED_ON_POLICY = {"update compiled": uncompiled("update")}
