@@ -52,7 +52,7 @@ WORLDS = (
 )
 HALF_HOURS = {  # record -> what is not today's default
     "halfcheetah": "-",
-    "sac_halfcheetah": "without layer normalization",
+    "sac_halfcheetah_means": "`--no-clipped-double-q`",
     "hopper": "`--end-gamma 0.997`",
     "walker2d": "-",
     "ant": "`--num-steps 32` `--desired-kl 0.02`",
