@@ -53,7 +53,8 @@ WORLDS = (
 HALF_HOURS = {  # record -> what is not today's default
     "halfcheetah": "-",
     "sac_halfcheetah_means": "`--no-clipped-double-q`",
-    "hopper": "`--end-gamma 0.997`",
+    "hopper": "`--end-gamma 0.997`, 5 M steps",
+    "hopper_15m": "`--end-gamma 0.997`, 15 M steps",
     "walker2d": "-",
     "ant": "`--num-steps 32` `--desired-kl 0.02`",
     "humanoid": "`--num-steps 64` `--desired-kl 0.02`",
