@@ -13,7 +13,7 @@ have layer normalization (RLPD, arXiv:2302.02948, but without weights). Targets 
 three steps (D4PG, arXiv:1804.08617). There is one update for every 4 environment steps, as FastTD3
 (arXiv:2505.22642) makes fewer updates than steps, and one policy step, not two, for every two
 updates. A batch has 64 transitions, not 256: a core makes more updates of that size. HalfCheetah
-learns faster with --no-clipped-double-q.
+learns faster with --no-clipped-double-q, other robots slower.
 Other than CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64,
 batch_size 64, alpha 0.01 (SimbaV2's, also where it is tuned), utd_ratio 0.25 and nstep 3 (CleanRL's
 script has no such flags: both are 1), and a row of metrics every 100 steps of all environments.
@@ -91,7 +91,7 @@ class Args:
     target_network_frequency: int = 1  # every n-th update updates the target networks
     alpha: float = 0.01  # entropy temperature, at first where it is tuned; a resumed run's stays
     autotune: bool = True  # tune the temperature towards an entropy of minus the action dimensions
-    clipped_double_q: bool = True  # take the smaller of both Q-networks' values, not their mean
+    clipped_double_q: bool = True  # take the smaller of both Q-networks' values, else their mean
 
     def __post_init__(self):
         if not (0 <= self.gamma <= 1 and 0 <= self.tau <= 1):
@@ -338,7 +338,7 @@ class SAC(nn.Module):
         return obs.clamp(-10, 10)
 
     def combine(self, values: Tensor) -> Tensor:
-        """Values (2, B) -> the smaller ones (B,), or means, as in BRO (arXiv:2405.16158)."""
+        """Both Q-networks' values (2, B) -> the smaller, or means (BRO, arXiv:2405.16158), (B,)."""
         return values.amin(dim=0) if self.args.clipped_double_q else values.mean(dim=0)
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:

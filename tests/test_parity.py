@@ -87,11 +87,11 @@ def test_compiled_updates_agree(pair):
 
 
 def test_compiled_code_follows_shapes_and_args():
-    """By the guards that are kept of those on whatever it has read."""
+    """With few guards it still compiles again for other shapes and other args."""
 
     class Agent(torch.nn.Module):
         def act(self, obs):
-            return self.args.gain * len(obs) + obs
+            return self.args.gain * len(obs) + obs * (2 if len(obs) > 4 else 1)
 
     torch._dynamo.reset()
     agent = Agent()
@@ -100,7 +100,20 @@ def test_compiled_code_follows_shapes_and_args():
     act = torch.compile(agent.act, fullgraph=True, backend="eager", options=options)
     for gain, size in ((2.0, 3), (2.0, 4), (2.0, 5), (3.0, 3), (4.0, 6)):
         agent.args.gain = gain
-        assert act(torch.ones(size)).tolist() == size * [gain * size + 1]
+        expected = gain * size + (2 if size > 4 else 1)
+        assert act(torch.ones(size)).tolist() == size * [expected]
+
+
+@pytest.mark.parametrize("pair", params("sac", "td3", "sac_worlds"))
+def test_stacked_weights_lie_as_their_gradients(pair):
+    agent = pair.make(pair.variant)
+    batch, *_ = pair.draw(pair, agent, CPU)
+    weights = list(agent.qf.parameters())[:4:2]  # of the hidden layers
+    gradients = torch.autograd.grad(agent.qf(batch.obs, batch.actions).sum(), weights)
+    averages = agent.q_optimizer.exp_avgs[:4:2]
+    targets = list(agent.qf_target.parameters())[:4:2]
+    for tensors in (gradients, averages, targets):
+        assert [x.stride() for x in tensors] == [x.stride() for x in weights]
 
 
 @pytest.mark.parametrize(

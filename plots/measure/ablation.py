@@ -111,7 +111,7 @@ def patch_columns(module) -> None:
 
 
 def patch_guards(module) -> None:
-    """All guards of compiled code."""
+    """Every guard of compiled code is checked."""
     module.kept_guards = lambda guards: [True] * len(guards)
 
 
