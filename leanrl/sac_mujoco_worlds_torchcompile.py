@@ -492,7 +492,7 @@ def compile_agent(agent: SAC) -> None:
         torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs
     for name in ("observe", "act", "update_critic", "update_actor"):
         method = getattr(agent, name)
-        options = {"guard_filter_fn": kept_guards}
+        options = {"guard_filter_fn": kept_guards}  # in the loop: torch.compile takes it out
         setattr(agent, name, torch.compile(method, fullgraph=True, options=options))
 
 

@@ -105,6 +105,20 @@ def test_compiled_code_follows_shapes_and_args():
 
 
 @pytest.mark.parametrize("pair", params("sac", "td3", "sac_worlds"))
+def test_every_compiled_method_has_few_guards(pair, monkeypatch):
+    """torch.compile takes the filter out of its options, as this one does."""
+    found = []
+
+    def compile(method, fullgraph, options):
+        found.append(options.pop("guard_filter_fn"))
+        return method
+
+    monkeypatch.setattr(torch, "compile", compile)
+    pair.variant.compile_agent(pair.make(pair.variant))
+    assert set(found) == {pair.variant.kept_guards} and len(found) > 1
+
+
+@pytest.mark.parametrize("pair", params("sac", "td3", "sac_worlds"))
 def test_stacked_weights_lie_as_their_gradients(pair):
     agent = pair.make(pair.variant)
     batch, *_ = pair.draw(pair, agent, CPU)
