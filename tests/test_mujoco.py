@@ -101,6 +101,32 @@ def test_steps_are_gymnasiums(env_id, physics):
         assert differ <= 1
 
 
+@pytest.mark.parametrize("physics", PHYSICS)
+def test_eulers_integrator_is_that_of_mujoco(physics):
+    """Walker2d asks for RK4, and is evaluated by it."""
+    env = gym.make("worlds/Walker2d-v5").unwrapped
+    env.reset(seed=0)
+    qpos, qvel = env.data.qpos.copy(), env.data.qvel.copy()
+    actions = np.linspace(-1, 1, 6, dtype=np.float32)
+    integrators = {
+        "model": mujoco.mjtIntegrator.mjINT_RK4,
+        "euler": mujoco.mjtIntegrator.mjINT_EULER,
+    }
+    assert env.model.opt.integrator == integrators["model"]
+    found = []
+    for name, integrator in integrators.items():
+        envs = make_envs("Walker2d-v5", 1, physics, integrator=name)
+        set_states(envs, qpos, qvel)
+        env.model.opt.integrator = integrator
+        set_state(env, qpos, qvel)
+        for _ in range(5):
+            expected = env.step(actions)[0]
+            obs = envs.step(actions[None])[4]["final_obs"][0].cpu().numpy()
+        assert np.abs(obs - expected).max() < (1e-4 if physics == "c" else 2e-2)
+        found.append(obs)
+    assert np.abs(found[0] - found[1]).max() > 0.1
+
+
 def state_of(env):
     """What `env` holds now, as the state of one world that does nothing."""
     names = ("qpos", "qvel", "xpos", "subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
@@ -607,6 +633,7 @@ def test_what_does_not_fit_is_refused(cart):
     for message, make in (
         ("model: .* has an actuator without a ctrlrange", lambda: MuJoCoWorlds(endless, 2)),
         ("physics: 'wrap' is none of auto, c, warp", lambda: make_envs(physics="wrap")),
+        ("integrator: 'rk5' is neither", lambda: make_envs(integrator="rk5")),
         ("randomize: mass is no field", lambda: make_envs(randomize={"mass": (1, 2)})),
         (r"actions: \(6,\) is not \(4, 6\)", lambda: make_envs().step(np.zeros(6))),
     ):

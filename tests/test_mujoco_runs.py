@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import gymnasium as gym
+import mujoco
 import mujoco_worlds
 import numpy as np
 import pytest
@@ -160,7 +161,8 @@ class Recorded:
             patch.setattr(module, "LOG_EVERY", 5, raising=False)
             patch.setattr(module, "MIN_KL", 0.015, raising=False)
             self.calls = record(patch, module)
-            self.dir = folder / train(module, save_model=True, randomize=0.5, **flags)
+            flags |= {"save_model": True, "randomize": 0.5, "integrator": "euler"}
+            self.dir = folder / train(module, **flags)
         self.agent = self.of("act")[0].owner
         self.checkpoint = read_checkpoint(self.dir)
         (self.reset,), steps = self.of("reset"), self.of("step")
@@ -760,8 +762,10 @@ def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, re
 
 @ALL_SCRIPTS
 def test_randomized_worlds_stay_when_a_run_goes_on(module, recorded, resumed):
-    """But episodes are others, whose ends are spread in time."""
+    """And their integrator; but episodes are others, whose ends are spread in time."""
     first, second = recorded(module).reset, resumed(module).reset
+    for reset in (first, second):
+        assert reset.owner.model.opt.integrator == mujoco.mjtIntegrator.mjINT_EULER
     masses, same = (x.owner.physics.batch.expanded("body_mass") for x in (first, second))
     assert np.ptp(masses, axis=0).max() > 0.1 and (masses == same).all()
     assert first.args == (3, {"stagger": True})
