@@ -330,6 +330,14 @@ def load_model(task):
     return model
 
 
+def use_euler(model):
+    """Replaces another integrator by Euler's, in steps of 5 ms at most: Ant's 10 are too long."""
+    euler = mujoco.mjtIntegrator.mjINT_EULER
+    if model.opt.integrator != euler:
+        model.opt.integrator = euler
+        model.opt.timestep /= math.ceil(model.opt.timestep / 0.005)
+
+
 COUPLED = {"body_mass": ["body_inertia"], "actuator_gainprm": ["actuator_biasprm"]}
 
 
@@ -367,9 +375,9 @@ class CPhysics:
     of the model in `factors` are multiplied by them, (N, ...), for each world.
     """
 
-    def __init__(self, model, task, num_envs, device, factors, num_threads):
+    def __init__(self, model, task, frame_skip, num_envs, device, factors, num_threads):
         self.model = model
-        self.frame_skip = task.frame_skip
+        self.frame_skip = frame_skip
         # MuJoCo would reset a world that is NaN by itself, and nobody would see it. Islands are
         # parts that could be solved apart: a robot is one part, so to search for them gains nothing
         disable = mujoco.mjtDisableBit
@@ -444,7 +452,7 @@ class WarpPhysics:
     Each world has room for about nconmax contacts and for njmax constraints.
     """
 
-    def __init__(self, model, task, num_envs, device, factors, nconmax, njmax):
+    def __init__(self, model, task, frame_skip, num_envs, device, factors, nconmax, njmax):
         import mujoco_warp as mjw
         import warp as wp
 
@@ -494,7 +502,7 @@ class WarpPhysics:
 
                 return replay
 
-            steps = [mjw.step] * task.frame_skip
+            steps = [mjw.step] * frame_skip
             forces = FORCES.intersection(task.reads)
             if forces:
                 steps.append(mjw.rne_postconstraint)
@@ -549,7 +557,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
     actor_dim numbers of obs; the rest is for its critic alone.
 
     physics: "c", "warp", or "auto": C on a CPU. integrator: "model", the model's own, or "euler",
-    which takes a third of RK4's time and moves a little differently. randomize: 0.2 multiplies each
+    which needs a third of RK4's time and moves a little differently. randomize: 0.2 multiplies each
     world's masses, friction and actuators' strengths by factors of its own from 0.8 to 1.2, which
     are drawn by `seed`; {"body_mass": (0.5, 2.0)} those fields of mujoco.MjModel. num_threads: of
     C; 0: one per core. nconmax, njmax: Warp's room for contacts and constraints of a world.
@@ -581,12 +589,13 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         self.num_envs = num_envs
         self.max_steps = max_episode_steps or task.max_steps
         self.model = load_model(task)
-        if integrator == "euler":
-            self.model.opt.integrator = mujoco.mjtIntegrator.mjINT_EULER
         self.dt = self.model.opt.timestep * task.frame_skip
+        if integrator == "euler":
+            use_euler(self.model)
+        frame_skip = round(self.dt / self.model.opt.timestep)
         device = torch.device(device)
         factors = draw_factors(self.model, num_envs, randomize, seed) if randomize else {}
-        worlds = self.model, task, num_envs, device, factors
+        worlds = self.model, task, frame_skip, num_envs, device, factors
         self.on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
         if self.on_warp:
             self.physics = WarpPhysics(*worlds, nconmax, njmax)

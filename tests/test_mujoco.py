@@ -102,29 +102,34 @@ def test_steps_are_gymnasiums(env_id, physics):
 
 
 @pytest.mark.parametrize("physics", PHYSICS)
-def test_eulers_integrator_is_that_of_mujoco(physics):
-    """Walker2d asks for RK4, and is evaluated by it."""
-    env = gym.make("worlds/Walker2d-v5").unwrapped
+@pytest.mark.parametrize(
+    "env_id, parts", [("HalfCheetah-v5", 1), ("Walker2d-v5", 1), ("Ant-v5", 2)]
+)
+def test_eulers_integrator_is_that_of_mujoco(env_id, parts, physics):
+    """Evaluations have the model's, mostly RK4; Ant's steps of 10 ms are two for Euler."""
+    env = gym.make(f"worlds/{env_id}").unwrapped
     env.reset(seed=0)
     qpos, qvel = env.data.qpos.copy(), env.data.qvel.copy()
-    actions = np.linspace(-1, 1, 6, dtype=np.float32)
-    integrators = {
-        "model": mujoco.mjtIntegrator.mjINT_RK4,
-        "euler": mujoco.mjtIntegrator.mjINT_EULER,
-    }
-    assert env.model.opt.integrator == integrators["model"]
+    actions = np.linspace(-1, 1, env.model.nu, dtype=np.float32)
+    had_rk4 = env.model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
+    assert had_rk4 == (env_id != "HalfCheetah-v5")
     found = []
-    for name, integrator in integrators.items():
-        envs = make_envs("Walker2d-v5", 1, physics, integrator=name)
+    for integrator in ("model", "euler"):
+        if integrator == "euler":
+            env.model.opt.integrator = mujoco.mjtIntegrator.mjINT_EULER
+            env.model.opt.timestep /= parts
+            env.frame_skip *= parts
+        envs = make_envs(env_id, 1, physics, integrator=integrator)
         set_states(envs, qpos, qvel)
-        env.model.opt.integrator = integrator
         set_state(env, qpos, qvel)
         for _ in range(5):
-            expected = env.step(actions)[0]
-            obs = envs.step(actions[None])[4]["final_obs"][0].cpu().numpy()
-        assert np.abs(obs - expected).max() < (1e-4 if physics == "c" else 2e-2)
-        found.append(obs)
-    assert np.abs(found[0] - found[1]).max() > 0.1
+            expected, reward, *_ = env.step(actions)
+            _, rewards, _, _, infos = envs.step(actions[None])
+        found.append(infos["final_obs"][0].cpu().numpy())
+        tolerance = 1e-4 if physics == "c" else 2e-2
+        assert np.abs(found[-1] - expected).max() < tolerance
+        assert abs(rewards.item() - reward) < tolerance
+    assert (np.abs(found[0] - found[1]).max() > 0.1) == had_rk4
 
 
 def state_of(env):

@@ -10,7 +10,9 @@ its episodes anew before each block.
     physics         MuJoCoWorlds without judging: actions in, fields of MjData out
     whole step      MuJoCoWorlds as a script with --compile steps it: observations, rewards, new
                     episodes
-    of EnvPool      whole step against whole step, median over the blocks
+    by Euler        the same with --integrator euler
+    of EnvPool      whole step against whole step, median over the blocks; of the model: by Euler
+                    against whole step
 """
 
 import os
@@ -39,12 +41,14 @@ BLOCK = 64  # steps of a block: a robot that has fallen takes longer, so as many
 
 
 def make_ours(env_id: str, num_worlds: int, threads: int):
-    """Two arms, (begin, step) each: the physics, and whole steps as compiled; and their actions."""
+    """Arms, (begin, step) each: the physics, and whole steps as compiled; and their actions."""
     name = f"mujoco_worlds:worlds/{env_id}"
     settings = {"num_envs": num_worlds, "physics": "c", "num_threads": threads}
     bare = gym.make_vec(name, **settings)
     whole = gym.make_vec(name, **settings)
     whole.compile()
+    by_euler = gym.make_vec(name, integrator="euler", **settings)
+    by_euler.compile()
 
     def simulate(actions):
         bare.state.actions.copy_(actions)
@@ -53,6 +57,7 @@ def make_ours(env_id: str, num_worlds: int, threads: int):
     arms = {}
     arms["physics"] = (lambda: bare.reset(seed=1), simulate)
     arms["whole step"] = (lambda: whole.reset(seed=1), whole.step)
+    arms["by Euler"] = (lambda: by_euler.reset(seed=1), by_euler.step)
     return arms, whole.single_action_space
 
 
@@ -84,9 +89,13 @@ def measure_row(arms: dict, num_worlds: int, space) -> dict:
 
 def summarize(row: dict, speeds: dict) -> dict:
     row["steps_per_second"] = {name: spread(found) for name, found in speeds.items()}
-    if "EnvPool" in speeds:
-        pairs = zip(speeds["whole step"], speeds["EnvPool"], strict=True)
-        row["of_envpool"] = statistics.median(ours / theirs for ours, theirs in pairs)
+    for name, one, other in (
+        ("of_model", "by Euler", "whole step"),
+        ("of_envpool", "whole step", "EnvPool"),
+    ):
+        if other in speeds:
+            pairs = zip(speeds[one], speeds[other], strict=True)
+            row[name] = statistics.median(mine / theirs for mine, theirs in pairs)
     row["blocks"] = speeds
     return row
 
@@ -95,13 +104,18 @@ def cells(rows: list[dict]) -> list[list[str]]:
     def speed(arm: str):
         return lambda row: rounds.middle(row["steps_per_second"].get(arm))
 
+    def ratio(name: str):
+        return lambda row: f"{row[name]:.2f}x" if name in row else "-"
+
     columns = {
         "worlds": lambda row: f"{row['worlds']:,}",
         "cores": lambda row: str(row["cores"]),
         "physics": speed("physics"),
         "whole step": speed("whole step"),
+        "by Euler": speed("by Euler"),
+        "of the model": ratio("of_model"),
         "EnvPool": speed("EnvPool"),
-        "of EnvPool": lambda row: f"{row['of_envpool']:.2f}x" if "of_envpool" in row else "-",
+        "of EnvPool": ratio("of_envpool"),
     }
     return tables.lay_out(rows, ["task"], columns)
 
