@@ -761,11 +761,15 @@ def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, re
 
 
 @ALL_SCRIPTS
+def test_worlds_have_the_integrator_that_a_flag_names(module, recorded):
+    integrator = recorded(module).reset.owner.model.opt.integrator
+    assert integrator == mujoco.mjtIntegrator.mjINT_EULER
+
+
+@ALL_SCRIPTS
 def test_randomized_worlds_stay_when_a_run_goes_on(module, recorded, resumed):
-    """And their integrator; but episodes are others, whose ends are spread in time."""
+    """But episodes are others, whose ends are spread in time."""
     first, second = recorded(module).reset, resumed(module).reset
-    for reset in (first, second):
-        assert reset.owner.model.opt.integrator == mujoco.mjtIntegrator.mjINT_EULER
     masses, same = (x.owner.physics.batch.expanded("body_mass") for x in (first, second))
     assert np.ptp(masses, axis=0).max() > 0.1 and (masses == same).all()
     assert first.args == (3, {"stagger": True})

@@ -11,8 +11,8 @@ its episodes anew before each block.
     whole step      MuJoCoWorlds as a script with --compile steps it: observations, rewards, new
                     episodes
     by Euler        the same with --integrator euler
-    of EnvPool      whole step against whole step, median over the blocks; of the model: by Euler
-                    against whole step
+    of the model    by Euler against whole step, median over the blocks
+    of EnvPool      whole step against whole step, in the same way
 """
 
 import os
@@ -56,8 +56,8 @@ def make_ours(env_id: str, num_worlds: int, threads: int):
 
     arms = {}
     arms["physics"] = (lambda: bare.reset(seed=1), simulate)
-    arms["whole step"] = (lambda: whole.reset(seed=1), whole.step)
     arms["by Euler"] = (lambda: by_euler.reset(seed=1), by_euler.step)
+    arms["whole step"] = (lambda: whole.reset(seed=1), whole.step)
     return arms, whole.single_action_space
 
 
@@ -111,8 +111,8 @@ def cells(rows: list[dict]) -> list[list[str]]:
         "worlds": lambda row: f"{row['worlds']:,}",
         "cores": lambda row: str(row["cores"]),
         "physics": speed("physics"),
-        "whole step": speed("whole step"),
         "by Euler": speed("by Euler"),
+        "whole step": speed("whole step"),
         "of the model": ratio("of_model"),
         "EnvPool": speed("EnvPool"),
         "of EnvPool": ratio("of_envpool"),
