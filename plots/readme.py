@@ -382,12 +382,12 @@ def physics() -> str:
     table = [["task", "worlds"]]
     for cores in (1, 2):
         counted = "1 core" if cores == 1 else f"{cores} cores"
-        table[0] += [f"{counted}: ours", "EnvPool", "against EnvPool"]
+        table[0] += [f"{counted}: ours", "by Euler", "EnvPool", "against EnvPool"]
     for task, worlds in dict.fromkeys(key[:2] for key in rows):
         line = [task, f"{worlds:,}"]
         for cores in (1, 2):
             row = rows[task, worlds, cores]
-            for arm in ("whole step", "EnvPool"):
+            for arm in ("whole step", "by Euler", "EnvPool"):
                 line.append(short(row["steps_per_second"][arm]["median"]))
             line.append(f"{row['of_envpool']:.2f}x")
         table.append(line)
