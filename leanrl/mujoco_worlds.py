@@ -372,8 +372,9 @@ INPUTS = {"xfrc_applied", "qfrc_applied"}
 class CPhysics:
     """N worlds in mujoco.batch, MuJoCo's C engine in threads: on the CPU, in float64.
 
-    `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`. Fields
-    of the model in `factors` are multiplied by them, (N, ...), for each world.
+    `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`: of where
+    the last substep began or, if `fresh`, of the new state. Fields of the model in `factors` are
+    multiplied by them, (N, ...), for each world.
     """
 
     def __init__(self, model, task, frame_skip, fresh, num_envs, device, factors, num_threads):
@@ -595,8 +596,8 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         self.dt = self.model.opt.timestep * task.frame_skip
         had_rk4 = integrator == "euler" and replace_rk4(self.model)
         frame_skip = round(self.dt / self.model.opt.timestep)
-        # What a task reads is of RK4's last stage, near the new state, but of where Euler's last
-        # substep began
+        # After RK4 what a task reads is nearly of the new state, as in evaluations, but after Euler's
+        # of where the last substep began
         fresh = had_rk4 and bool(task.reads)
         device = torch.device(device)
         factors = draw_factors(self.model, num_envs, randomize, seed) if randomize else {}
