@@ -596,8 +596,8 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         self.dt = self.model.opt.timestep * task.frame_skip
         had_rk4 = integrator == "euler" and replace_rk4(self.model)
         frame_skip = round(self.dt / self.model.opt.timestep)
-        # After RK4 what a task reads is nearly of the new state, as in evaluations, but after Euler's
-        # of where the last substep began
+        # After RK4, as in evaluations, what a task reads is nearly of the new state, but after
+        # Euler's of where the last substep began
         fresh = had_rk4 and bool(task.reads)
         device = torch.device(device)
         factors = draw_factors(self.model, num_envs, randomize, seed) if randomize else {}
