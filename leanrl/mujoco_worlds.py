@@ -505,7 +505,9 @@ class WarpPhysics:
 
                 return replay
 
-            steps = [mjw.step] * frame_skip + [mjw.forward] * fresh
+            steps = [mjw.step] * frame_skip
+            if fresh:
+                steps.append(mjw.forward)
             forces = FORCES.intersection(task.reads)
             if forces:
                 steps.append(mjw.rne_postconstraint)
