@@ -93,8 +93,9 @@ def made(tmp_path, monkeypatch):
 
     def run_logged(command, log, progress, environment):
         progress(log)
-        *_, worker, name, _, task, _, seed, _, minutes = command
+        *_, worker, name, _, task, _, seed, _, minutes, pacing, pace = command
         assert worker == "--worker" and command[:2] == ["taskset", "-c"]
+        assert (pacing, pace) == ("--pace", "0.5")
         assert environment["OMP_NUM_THREADS"] == "1"
         assert not os.listdir(environment["TMPDIR"])  # each start is cold
         runs.append((name, task, int(seed)))
@@ -110,7 +111,7 @@ def made(tmp_path, monkeypatch):
 
 def make(folder, *wanted, minutes=3):
     """What is in the file then, and the failures."""
-    options = SimpleNamespace(out=folder, minutes=minutes, field_python="python")
+    options = SimpleNamespace(out=folder, minutes=minutes, pace=0.5, field_python="python")
     runs, failures = race.make(list(wanted), options)
     assert json.loads((folder / "race.json").read_text())["runs"] == runs
     return runs, failures
@@ -136,7 +137,8 @@ def test_what_fails_is_named_and_what_is_not_yet_there_is_made(made, tmp_path):
 def test_the_report_names_its_command(made, tmp_path):
     runs, _ = make(tmp_path, PPO, PPO[:2] + (2,))
     race.report(runs, runs, 3, [], tmp_path)
-    words = "python plots/measure/race.py --minutes 3 --seeds 2 --entrants PPO --tasks Walker2d-v5"
+    words = "python plots/measure/race.py --minutes 3 --seeds 2 --pace 0.5 --entrants PPO"
+    words += " --tasks Walker2d-v5"
     assert json.loads((tmp_path / "race.json").read_text())["command"] == words
 
 
@@ -190,12 +192,15 @@ def test_what_is_told_of_a_run_suits_its_library(monkeypatch):
         assert all(task in race.STEPS[entrant] for entrant in racing if entrant in race.STEPS)
     told = []
     monkeypatch.setattr(
-        race, "train_and_evaluate", lambda script, args, moments: told.append(args.env_id)
+        race,
+        "train_and_evaluate",
+        lambda script, args, moments: told.append((args.env_id, args.total_timesteps)),
     )
     for entrant in race.racers("Walker2d-v5"):
         if entrant in race.OURS:
-            race.train_ours(entrant, "Walker2d-v5", 1, 5)
-    assert told == 2 * ["worlds/Walker2d-v5"] + 3 * ["Walker2d-v5"]
+            race.train_ours(entrant, "Walker2d-v5", 1, 5, pace=0.5)
+    assert [env_id for env_id, _ in told] == 2 * ["worlds/Walker2d-v5"] + 3 * ["Walker2d-v5"]
+    assert told[0][1] == 2.5 * race.STEPS["PPO on worlds"]["Walker2d-v5"]
 
 
 def test_velocities_are_not_seen():

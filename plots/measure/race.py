@@ -5,6 +5,7 @@
     bash run.sh race --tasks HalfCheetahNoVel-v5 --minutes 10      with memory, velocities unseen
     bash run.sh race --tasks Hopper-v5 Ant-v5 --seeds 3            two robots, on worlds alone
     taskset -c 0,2,4,6 bash run.sh race        where a core is two processors: one of each
+    bash run.sh race --pace 0.5                where a core makes half of the steps in STEPS
 
 Every second counts from the start of the program: imports, compilation with an empty cache,
 exploration, training; only evaluations do not. Minutes are of processor time, of the process and of
@@ -314,19 +315,19 @@ def train_and_evaluate(script, args, moments: list[float]) -> None:
     script.main(args)
 
 
-def steps_of(entrant: str, task: str, minutes: int) -> int:
+def steps_of(entrant: str, task: str, minutes: float) -> int:
     """What an entrant makes in these minutes if its rate comes down, else more than it can."""
-    return STEPS[entrant][task] * minutes if entrant in STEPS else 10**9
+    return int(STEPS[entrant][task] * minutes) if entrant in STEPS else 10**9
 
 
-def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
+def train_ours(entrant: str, task: str, seed: int, minutes: int, pace: float = 1.0) -> None:
     script = importlib.import_module(f"leanrl.{OURS[entrant]}_torchcompile")
     flags = {"compile": True} | FLAGS.get((entrant, task), {})
     args = script.Args(
         exp_name=f"race-{entrant}",  # so that no table of the script takes it in
         env_id=f"worlds/{task}" if "worlds" in entrant else task,
         seed=seed,
-        total_timesteps=steps_of(entrant, task, minutes),
+        total_timesteps=steps_of(entrant, task, pace * minutes),
         eval_every=1,
         cuda=False,
         torch_threads=1,
@@ -335,7 +336,7 @@ def train_ours(entrant: str, task: str, seed: int, minutes: int) -> None:
     train_and_evaluate(script, args, moments(minutes))
 
 
-def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
+def train_library(entrant: str, task: str, seed: int, minutes: int, pace: float = 1.0) -> None:
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
@@ -384,7 +385,7 @@ def train_library(entrant: str, task: str, seed: int, minutes: int) -> None:
     on = {} if package == "sbx" else {"device": "cpu"}
     policy = "MlpLstmPolicy" if algorithm == "RecurrentPPO" else "MlpPolicy"
     agent = make(policy, env, seed=seed, **settings, **on)
-    agent.learn(steps_of(entrant, task, minutes), callback=Evaluation())
+    agent.learn(steps_of(entrant, task, pace * minutes), callback=Evaluation())
 
 
 # All runs
@@ -436,7 +437,8 @@ def make(wanted: list[tuple], options: argparse.Namespace) -> tuple[list[dict], 
         log = options.out / "logs" / f"{name}.log"
         python = options.field_python if entrant in LIBRARIES else sys.executable
         command = [python, "plots/measure/race.py", "--worker", entrant]
-        command += ["--tasks", task, "--seed", str(seed), "--minutes", str(options.minutes)]
+        command += ["--tasks", task, "--seed", str(seed)]
+        command += ["--minutes", str(options.minutes), "--pace", str(options.pace)]
         here = run_dirs.this_machine()
         here["cpu"]["threads"] = 1
         here |= {"gpu": None, "gpu_driver": None}  # none is used
@@ -461,6 +463,7 @@ def make(wanted: list[tuple], options: argparse.Namespace) -> tuple[list[dict], 
             "task": task,
             "seed": seed,
             "minutes": options.minutes,
+            "pace": options.pace,
             **found,
         }
         result["machine"] = run_dirs.machine([here])
@@ -612,6 +615,8 @@ def report(runs: list[dict], told: list[dict], minutes: int, rows: list[dict], o
     """Writes all runs in the file, and the table of those that are told of."""
     words = ["python", "plots/measure/race.py", "--minutes", str(minutes)]
     words += ["--seeds", str(max((run["seed"] for run in told), default=1))]
+    for pace in {run.get("pace", 1.0) for run in told} - {1.0}:
+        words += ["--pace", str(pace)]
     for option, key in (("--entrants", "entrant"), ("--tasks", "task")):
         words += [option, *dict.fromkeys(run[key] for run in told)]
     command = shlex.join(words)
@@ -630,6 +635,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
     parser.set_defaults(seeds=2)
     parser.add_argument("--minutes", type=program.few, default=30, help="per run")
+    parser.add_argument("--pace", type=float, default=1.0, help="of the machine, against STEPS")
     parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, help="all that suit the tasks")
     robots = [task for task in LEVELS if task not in (*NO_VELOCITIES, *ON_WORLDS)]
     parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=robots)
@@ -639,7 +645,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"versions {json.dumps(run_dirs.versions(PACKAGES))}", flush=True)
         train = train_ours if options.worker in OURS else train_library
         (task,) = options.tasks
-        train(options.worker, task, options.seed, options.minutes)
+        train(options.worker, task, options.seed, options.minutes, options.pace)
         return 0
     wanted = []
     for seed in range(1, options.seeds + 1):  # each seed of all before the next one
