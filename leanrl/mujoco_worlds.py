@@ -316,26 +316,23 @@ class Pusher(Task):
 # Physics
 
 
-def load_model(task):
-    """The task's MjModel; ValueError where actuators have no bounds."""
+def load_spec(task):
+    """What the task's MjModel is compiled from."""
     owners = [kind for kind in type(task).__mro__ if "model" in vars(kind)]
     module = sys.modules[(owners or [type(task)])[0].__module__]
     path = Path(getattr(module, "__file__", ".")).parent / task.model
     gymnasiums = Path(gymnasium_mujoco.__file__).parent / "assets" / task.model
     if gymnasiums.exists() and not path.exists():
         path = gymnasiums
-    model = mujoco.MjModel.from_xml_path(str(path))
-    if not model.actuator_ctrllimited.all():
-        raise ValueError(f"model: {task.model} has an actuator without a ctrlrange")
-    return model
+    return mujoco.MjSpec.from_file(str(path))
 
 
-def replace_rk4(model):
+def replace_rk4(option):
     """By Euler's integrator, in steps of 5 ms at most; Ant's 10 are too long -> if it was RK4."""
-    had_rk4 = model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
+    had_rk4 = option.integrator == mujoco.mjtIntegrator.mjINT_RK4
     if had_rk4:
-        model.opt.integrator = mujoco.mjtIntegrator.mjINT_EULER
-        model.opt.timestep /= math.ceil(model.opt.timestep / 0.005)
+        option.integrator = mujoco.mjtIntegrator.mjINT_EULER
+        option.timestep /= math.ceil(option.timestep / 0.005)
     return had_rk4
 
 
@@ -369,17 +366,24 @@ CALLBACKS += "mjcb_act_bias mjcb_act_dyn mjcb_act_gain".split()
 INPUTS = {"xfrc_applied", "qfrc_applied"}
 
 
+def add_sensor(spec):
+    """One that needs FORCES, so that MuJoCo computes them within `forward`, in its threads."""
+    kind = mujoco.mjtSensor.mjSENS_FRAMELINACC
+    spec.add_sensor(type=kind, objtype=mujoco.mjtObj.mjOBJ_XBODY, objname="world")
+
+
 class CPhysics:
     """N worlds in mujoco.batch, MuJoCo's C engine in threads: on the CPU, in float64.
 
     `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`: of where
-    the last substep began or, if `fresh`, of the new state. Fields of the model in `factors` are
-    multiplied by them, (N, ...), for each world.
+    the last substep began or, if `fresh`, of the new state; the model has `add_sensor`'s then.
+    Fields of the model in `factors` are multiplied by them, (N, ...), for each world.
     """
 
     def __init__(self, model, task, frame_skip, fresh, num_envs, device, factors, num_threads):
         self.model = model
         self.frame_skip = frame_skip
+        self.fresh = fresh
         self.stage = mujoco.mjtStage.mjSTAGE_ACC if fresh else mujoco.mjtStage.mjSTAGE_NONE
         # MuJoCo would reset a world that is NaN by itself, and nobody would see it. Islands are
         # parts that could be solved apart: a robot is one part, so to search for them gains nothing
@@ -417,7 +421,7 @@ class CPhysics:
             array = self.batch.bind(name)
             array[:] = getattr(self.state, name).cpu().view(array.shape)
         self.batch.step(nstep=self.frame_skip, stage=self.stage)
-        if self.forces:
+        if self.forces and not self.fresh:
             for i in range(self.batch.nsim):
                 self.batch.get_data(i, self.data)
                 mujoco.mj_rnePostConstraint(self.model, self.data)
@@ -432,6 +436,8 @@ class CPhysics:
         self.batch.qpos[ids] = qpos[ids].cpu()
         self.batch.qvel[ids] = qvel[ids].cpu()
         self.batch.forward(ids)
+        for name in self.forces:
+            self.batch.bind(name)[ids] = 0
         self.copy()
 
     def copy(self):
@@ -594,17 +600,22 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         self.task = task
         self.num_envs = num_envs
         self.max_steps = max_episode_steps or task.max_steps
-        self.model = load_model(task)
-        self.dt = self.model.opt.timestep * task.frame_skip
-        had_rk4 = integrator == "euler" and replace_rk4(self.model)
-        frame_skip = round(self.dt / self.model.opt.timestep)
+        spec = load_spec(task)
+        self.dt = spec.option.timestep * task.frame_skip
+        had_rk4 = integrator == "euler" and replace_rk4(spec.option)
+        frame_skip = round(self.dt / spec.option.timestep)
         # After RK4, as in evaluations, what a task reads is nearly of the new state, but after
         # Euler's of where the last substep began
         fresh = had_rk4 and bool(task.reads)
         device = torch.device(device)
+        self.on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
+        if fresh and not self.on_warp:
+            add_sensor(spec)
+        self.model = spec.compile()
+        if not self.model.actuator_ctrllimited.all():
+            raise ValueError(f"model: {task.model} has an actuator without a ctrlrange")
         factors = draw_factors(self.model, num_envs, randomize, seed) if randomize else {}
         worlds = self.model, task, frame_skip, fresh, num_envs, device, factors
-        self.on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
         if self.on_warp:
             self.physics = WarpPhysics(*worlds, nconmax, njmax)
         else:
