@@ -327,12 +327,12 @@ def load_spec(task):
     return mujoco.MjSpec.from_file(str(path))
 
 
-def replace_rk4(option):
-    """By Euler's integrator, in steps of 5 ms at most; Ant's 10 are too long -> if it was RK4."""
+def replace_rk4(option, dt):
+    """By Euler's integrator, in as few steps of 5 ms at most as make dt (s) -> if it was RK4."""
     had_rk4 = option.integrator == mujoco.mjtIntegrator.mjINT_RK4
     if had_rk4:
         option.integrator = mujoco.mjtIntegrator.mjINT_EULER
-        option.timestep /= math.ceil(option.timestep / 0.005)
+        option.timestep = dt / math.ceil(dt / 0.005 - 1e-6)
     return had_rk4
 
 
@@ -602,7 +602,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         self.max_steps = max_episode_steps or task.max_steps
         spec = load_spec(task)
         self.dt = spec.option.timestep * task.frame_skip
-        had_rk4 = integrator == "euler" and replace_rk4(spec.option)
+        had_rk4 = integrator == "euler" and replace_rk4(spec.option, self.dt)
         frame_skip = round(self.dt / spec.option.timestep)
         # After RK4, as in evaluations, what a task reads is nearly of the new state, but after
         # Euler's of where the last substep began
