@@ -327,15 +327,6 @@ def load_spec(task):
     return mujoco.MjSpec.from_file(str(path))
 
 
-def replace_rk4(option, dt):
-    """By Euler's integrator, in as few steps of 5 ms at most as make dt (s) -> if it was RK4."""
-    had_rk4 = option.integrator == mujoco.mjtIntegrator.mjINT_RK4
-    if had_rk4:
-        option.integrator = mujoco.mjtIntegrator.mjINT_EULER
-        option.timestep = dt / math.ceil(dt / 0.005 - 1e-6)
-    return had_rk4
-
-
 COUPLED = {"body_mass": ["body_inertia"], "actuator_gainprm": ["actuator_biasprm"]}
 
 
@@ -567,12 +558,12 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
     terminates with reward 0, its final_obs is 0, and `broken` counts it. A policy sees the first
     actor_dim numbers of obs; the rest is for its critic alone.
 
-    physics: "c", "warp", or "auto": C on a CPU. integrator: "model", the model's own, or "euler",
-    in place of RK4, in steps of 5 ms at most: faster, and moves a little differently. randomize:
-    0.2 multiplies each world's masses, friction and actuators' strengths by factors of its own from
-    0.8 to 1.2, which are drawn by `seed`; {"body_mass": (0.5, 2.0)} those fields of mujoco.MjModel.
-    num_threads: of C; 0: one per core. nconmax, njmax: Warp's room for contacts and constraints of
-    a world.
+    physics: "c", "warp", or "auto": C on a CPU. euler_timestep: 0.005 is Euler's integrator in
+    steps of 5 ms at most, faster than the RK4 of many models, and less exact; 0 is the model's own.
+    randomize: 0.2 multiplies each world's masses, friction and actuators' strengths by factors of
+    its own from 0.8 to 1.2, which are drawn by `seed`; {"body_mass": (0.5, 2.0)} those fields of
+    mujoco.MjModel. num_threads: of C; 0: one per core. nconmax, njmax: Warp's room for contacts and
+    constraints of a world.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
@@ -585,7 +576,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         num_envs,
         device="cpu",
         physics="auto",
-        integrator="model",
+        euler_timestep=0.0,
         randomize=0.0,
         seed=0,
         num_threads=0,
@@ -595,18 +586,23 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
     ):
         if physics not in ("auto", "c", "warp"):
             raise ValueError(f"physics: {physics!r} is none of auto, c, warp")
-        if integrator not in ("model", "euler"):
-            raise ValueError(f"integrator: {integrator!r} is neither model nor euler")
+        if euler_timestep < 0:
+            raise ValueError(f"euler_timestep: {euler_timestep} is below 0")
         self.task = task
         self.num_envs = num_envs
         self.max_steps = max_episode_steps or task.max_steps
         spec = load_spec(task)
         self.dt = spec.option.timestep * task.frame_skip
-        had_rk4 = integrator == "euler" and replace_rk4(spec.option, self.dt)
-        frame_skip = round(self.dt / spec.option.timestep)
-        # After RK4, as in evaluations, what a task reads is nearly of the new state, but after
-        # Euler's of where the last substep began
-        fresh = had_rk4 and bool(task.reads)
+        frame_skip = task.frame_skip
+        fresh = False
+        if euler_timestep:
+            # After RK4, as in evaluations, what a task reads is nearly of the new state, but after
+            # Euler's of where the last substep began
+            had_rk4 = spec.option.integrator == mujoco.mjtIntegrator.mjINT_RK4
+            fresh = had_rk4 and bool(task.reads)
+            frame_skip = math.ceil(self.dt / euler_timestep)
+            spec.option.integrator = mujoco.mjtIntegrator.mjINT_EULER
+            spec.option.timestep = self.dt / frame_skip
         device = torch.device(device)
         self.on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
         if fresh and not self.on_warp:

@@ -73,7 +73,7 @@ class Args:
 
     env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
-    integrator: Literal["model", "euler"] = "model"  # euler: in training, in place of RK4; faster
+    euler_timestep: float = 0.0  # s, at most, of Euler's integrator in training; 0: the model's own
     randomize: float = 0.0  # 0.2: each world's masses, friction, motors are 0.8 to 1.2 the model's
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side
@@ -372,7 +372,7 @@ def main(args: Args) -> Path:
         vectorization_mode="vector_entry_point",
         device=device,
         physics=args.physics,
-        integrator=args.integrator,
+        euler_timestep=args.euler_timestep,
         randomize=args.randomize,
         seed=args.seed,
     )

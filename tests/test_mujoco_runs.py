@@ -161,7 +161,7 @@ class Recorded:
             patch.setattr(module, "LOG_EVERY", 5, raising=False)
             patch.setattr(module, "MIN_KL", 0.015, raising=False)
             self.calls = record(patch, module)
-            flags |= {"save_model": True, "randomize": 0.5, "integrator": "euler"}
+            flags |= {"save_model": True, "randomize": 0.5, "euler_timestep": 0.005}
             self.dir = folder / train(module, **flags)
         self.agent = self.of("act")[0].owner
         self.checkpoint = read_checkpoint(self.dir)

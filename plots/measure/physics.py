@@ -10,7 +10,7 @@ its episodes anew before each block.
     physics         MuJoCoWorlds without judging: actions in, fields of MjData out
     whole step      MuJoCoWorlds as a script with --compile steps it: observations, rewards, new
                     episodes
-    by Euler        the same with --integrator euler
+    by Euler        the same with --euler-timestep 0.005
     of the model    by Euler against whole step, median over the blocks
     of EnvPool      whole step against whole step, in the same way
 """
@@ -47,7 +47,7 @@ def make_ours(env_id: str, num_worlds: int, threads: int):
     bare = gym.make_vec(name, **settings)
     whole = gym.make_vec(name, **settings)
     whole.compile()
-    by_euler = gym.make_vec(name, integrator="euler", **settings)
+    by_euler = gym.make_vec(name, euler_timestep=0.005, **settings)
     by_euler.compile()
 
     def simulate(actions):

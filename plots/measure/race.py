@@ -96,7 +96,7 @@ STEPS = {  # that PPO makes in about a minute of a core, so that it is at its en
     "PPO on worlds": {
         "HalfCheetah-v5": 1_300_000,
         "Walker2d-v5": 560_000,
-        "Humanoid-v5": 470_000,
+        "Humanoid-v5": 800_000,
         "Hopper-v5": 500_000,
         "Ant-v5": 430_000,
     },
@@ -120,11 +120,11 @@ STEPS = {  # that PPO makes in about a minute of a core, so that it is at its en
 }
 FLAGS = {
     ("PPO on worlds", "Humanoid-v5"): {
-        "integrator": "euler",
+        "euler_timestep": 0.005,
         "num_steps": 64,
         "desired_kl": 0.02,
     },
-    ("PPO on worlds", "Ant-v5"): {"integrator": "euler", "num_steps": 32, "desired_kl": 0.02},
+    ("PPO on worlds", "Ant-v5"): {"euler_timestep": 0.005, "num_steps": 32, "desired_kl": 0.02},
     ("PPO on worlds", "Hopper-v5"): {"end_gamma": 0.997},
     ("SAC on worlds", "Ant-v5"): {"nstep": 1},
     ("SAC on worlds", "HalfCheetah-v5"): {"clipped_double_q": False},
