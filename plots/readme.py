@@ -388,7 +388,8 @@ def physics() -> str:
         for cores in (1, 2):
             row = rows[task, worlds, cores]
             for arm in ("whole step", "by Euler", "EnvPool"):
-                line.append(short(row["steps_per_second"][arm]["median"]))
+                speed = row["steps_per_second"].get(arm)
+                line.append(short(speed["median"]) if speed else "-")
             line.append(f"{row['of_envpool']:.2f}x")
         table.append(line)
     return below(table, "physics/worlds__epyc")
