@@ -95,7 +95,7 @@ COLOURS = {entrant: f"C{i}" for i, entrant in enumerate(ENTRANTS)}
 STEPS = {  # that PPO makes in about a minute of a core, so that it is at its end in time
     "PPO on worlds": {
         "HalfCheetah-v5": 1_300_000,
-        "Walker2d-v5": 560_000,
+        "Walker2d-v5": 1_900_000,
         "Humanoid-v5": 800_000,
         "Hopper-v5": 500_000,
         "Ant-v5": 430_000,
@@ -125,6 +125,7 @@ FLAGS = {
         "desired_kl": 0.02,
     },
     ("PPO on worlds", "Ant-v5"): {"euler_timestep": 0.005, "num_steps": 32, "desired_kl": 0.02},
+    ("PPO on worlds", "Walker2d-v5"): {"euler_timestep": 0.002, "gae_lambda": 0.95},
     ("PPO on worlds", "Hopper-v5"): {"end_gamma": 0.997},
     ("SAC on worlds", "Ant-v5"): {"nstep": 1},
     ("SAC on worlds", "HalfCheetah-v5"): {"clipped_double_q": False},
