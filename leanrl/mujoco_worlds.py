@@ -361,14 +361,15 @@ def add_sensor(spec):
     """One that needs FORCES, so that MuJoCo computes them within `forward`, in its threads."""
     kind = mujoco.mjtSensor.mjSENS_FRAMELINACC
     spec.add_sensor(type=kind, objtype=mujoco.mjtObj.mjOBJ_XBODY, objname="world")
+    spec.option.disableflags &= ~int(mujoco.mjtDisableBit.mjDSBL_SENSOR)
 
 
 class CPhysics:
     """N worlds in mujoco.batch, MuJoCo's C engine in threads: on the CPU, in float64.
 
     `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`: of where
-    the last substep began or, if `fresh`, of the new state; the model has `add_sensor`'s then.
-    Fields of the model in `factors` are multiplied by them, (N, ...), for each world.
+    the last substep began or, if `fresh`, of the new state; FORCES then need `add_sensor`. Fields
+    of the model in `factors` are multiplied by them, (N, ...), for each world.
     """
 
     def __init__(self, model, task, frame_skip, fresh, num_envs, device, factors, num_threads):
@@ -385,7 +386,8 @@ class CPhysics:
         mujoco.mj_resetCallbacks()
         for name, callback in kept.items():
             getattr(mujoco, f"set_{name}")(callback)
-        # mj_rnePostConstraint needs a world's contacts, which only an MjData of its own keeps
+        # An MjData of its own keeps a world's contacts, which mj_rnePostConstraint needs, and what
+        # is fresh, from which the next step goes on
         self.forces = FORCES.intersection(task.reads)
         if num_threads == 0 and hasattr(os, "sched_getaffinity"):  # Linux's
             num_threads = len(os.sched_getaffinity(0))  # cores that this process may use
@@ -428,7 +430,7 @@ class CPhysics:
         self.batch.qvel[ids] = qvel[ids].cpu()
         self.batch.forward(ids)
         for name in self.forces:
-            self.batch.bind(name)[ids] = 0
+            self.batch.bind(name)[ids] = 0  # as in Gymnasium, where an episode begins
         self.copy()
 
     def copy(self):
@@ -559,7 +561,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
     actor_dim numbers of obs; the rest is for its critic alone.
 
     physics: "c", "warp", or "auto": C on a CPU. euler_timestep: 0.005 is Euler's integrator in
-    steps of 5 ms at most, faster than the RK4 of many models, and less exact; 0 is the model's own.
+    steps of 5 ms at most, faster than the RK4 of many models and less exact; 0: the model's own.
     randomize: 0.2 multiplies each world's masses, friction and actuators' strengths by factors of
     its own from 0.8 to 1.2, which are drawn by `seed`; {"body_mass": (0.5, 2.0)} those fields of
     mujoco.MjModel. num_threads: of C; 0: one per core. nconmax, njmax: Warp's room for contacts and
@@ -600,12 +602,12 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
             # Euler's of where the last substep began
             had_rk4 = spec.option.integrator == mujoco.mjtIntegrator.mjINT_RK4
             fresh = had_rk4 and bool(task.reads)
-            frame_skip = math.ceil(self.dt / euler_timestep)
+            frame_skip = math.ceil(self.dt / euler_timestep - 1e-9)
             spec.option.integrator = mujoco.mjtIntegrator.mjINT_EULER
             spec.option.timestep = self.dt / frame_skip
         device = torch.device(device)
         self.on_warp = physics == "warp" or physics == "auto" and device.type == "cuda"
-        if fresh and not self.on_warp:
+        if fresh and FORCES.intersection(task.reads) and not self.on_warp:
             add_sensor(spec)
         self.model = spec.compile()
         if not self.model.actuator_ctrllimited.all():

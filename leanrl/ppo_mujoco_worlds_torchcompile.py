@@ -70,7 +70,7 @@ class Args:
 
     env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
-    euler_timestep: float = 0.0  # s, at most, of Euler's integrator in training; 0: the model's own
+    euler_timestep: float = 0.0  # s, longest step of Euler's method in training; 0: as the model
     randomize: float = 0.0  # 0.2: each world's masses, friction, motors are 0.8 to 1.2 the model's
     total_timesteps: int = 5_000_000  # steps in all environments, rounded down to whole rollouts
     num_envs: int = 64  # environments stepped side by side

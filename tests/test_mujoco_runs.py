@@ -762,8 +762,8 @@ def test_evaluation_is_the_mean_action_in_whole_episodes(module, monkeypatch, re
 
 @ALL_SCRIPTS
 def test_worlds_have_the_integrator_that_a_flag_names(module, recorded):
-    integrator = recorded(module).reset.owner.model.opt.integrator
-    assert integrator == mujoco.mjtIntegrator.mjINT_EULER
+    option = recorded(module).reset.owner.model.opt
+    assert option.integrator == mujoco.mjtIntegrator.mjINT_EULER and option.timestep == 0.004
 
 
 @ALL_SCRIPTS

@@ -36,7 +36,7 @@ WORLDS = {  # per task, the numbers of worlds that are measured
     "Ant-v5": (64,),
     "Humanoid-v5": (64,),
 }
-EULER_TIMESTEP = {  # s, that of leanrl/README.md; HalfCheetah's model has Euler's anyway
+EULER_TIMESTEP = {  # s, that a robot bears; HalfCheetah's model has Euler's anyway
     "Hopper-v5": 0.004,
     "Walker2d-v5": 0.002,
     "Ant-v5": 0.005,
@@ -60,11 +60,11 @@ def make_ours(env_id: str, num_worlds: int, threads: int):
 
     arms = {}
     arms["physics"] = (lambda: bare.reset(seed=1), simulate)
-    arms["whole step"] = (lambda: whole.reset(seed=1), whole.step)
     if env_id in EULER_TIMESTEP:
         by_euler = gym.make_vec(name, euler_timestep=EULER_TIMESTEP[env_id], **settings)
         by_euler.compile()
         arms["by Euler"] = (lambda: by_euler.reset(seed=1), by_euler.step)
+    arms["whole step"] = (lambda: whole.reset(seed=1), whole.step)
     return arms, whole.single_action_space
 
 

@@ -13,7 +13,7 @@ those that it has waited for, so that one run may stand on each core. Nothing el
 it slows a run by its caches, the zoo's PPO by a third and more. All have one core and one thread,
 no GPU, and the same seeds, and are evaluated in Gymnasium's own environments: ten episodes by the
 mean action. race.json keeps what is done, and the next call goes on from there: a run that a
-changed script would make otherwise is deleted from it by hand.
+changed script or another --pace would make otherwise is deleted from it by hand.
 
     ours            the variants with --compile and their defaults. On worlds the flags are those
                     of leanrl/README.md, PPO's steps such that its rate comes down within the time
@@ -636,7 +636,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = program.make_parser(__doc__, "--out", "--seeds", "--seed", "--field-python")
     parser.set_defaults(seeds=2)
     parser.add_argument("--minutes", type=program.few, default=30, help="per run")
-    parser.add_argument("--pace", type=float, default=1.0, help="of the machine, against STEPS")
+    parser.add_argument("--pace", type=float, default=1.0, help="of a core, in parts of STEPS")
     parser.add_argument("--entrants", nargs="+", choices=ENTRANTS, help="all that suit the tasks")
     robots = [task for task in LEVELS if task not in (*NO_VELOCITIES, *ON_WORLDS)]
     parser.add_argument("--tasks", nargs="+", choices=LEVELS, default=robots)
