@@ -103,30 +103,39 @@ def test_steps_are_gymnasiums(env_id, physics):
 
 @pytest.mark.parametrize("physics", PHYSICS)
 @pytest.mark.parametrize(
-    "env_id, substeps",
-    [("Pusher-v5", 9), ("Walker2d-v5", 2), ("Ant-v5", 9), ("Humanoid-v5", 3)],
+    "env_id, longest, substeps",
+    [
+        ("HalfCheetah-v5", 0.01, 5),  # as its model has it
+        ("Pusher-v5", 0.006, 9),
+        ("Walker2d-v5", 0.006, 2),
+        ("Ant-v5", 0.006, 9),
+        ("Humanoid-v5", 0.006, 3),
+    ],
 )
-def test_eulers_integrator_is_that_of_mujoco(env_id, substeps, physics):
-    """In the fewest steps of 6 ms at most that make one of the environment."""
+def test_eulers_integrator_is_that_of_mujoco(env_id, longest, substeps, physics):
+    """In the fewest steps of `longest` seconds at most that make one of the environment."""
     env = gym.make(f"worlds/{env_id}").unwrapped
     env.reset(seed=0)
     qpos, qvel = env.data.qpos.copy(), env.data.qvel.copy()
     space = env.action_space
-    drawn = np.random.default_rng(0).uniform(space.low, space.high, (3, *space.shape))
+    drawn = np.random.default_rng(0).uniform(space.low, space.high, (5, *space.shape))
+    had_rk4 = env.model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
+    assert had_rk4 == (env_id not in ("HalfCheetah-v5", "Pusher-v5"))
     fresh = env_id in MANY_CONTACTS  # of which it sees forces
     if fresh:
-        qpos[2] -= 0.28  # onto the floor
+        qpos[2] -= 0.28  # onto the floor, from which Ant leaps too high
 
     def position(data):
         return data.xpos[1, 0] if env_id == "Ant-v5" else data.subtree_com[0, 0]
 
     found = []
-    for euler_timestep in (0, 0.006):
+    for euler_timestep in (0, longest):
         if euler_timestep:
             env.model.opt.integrator = mujoco.mjtIntegrator.mjINT_EULER
             env.model.opt.timestep *= env.frame_skip / substeps
             env.frame_skip = substeps
         envs = make_envs(env_id, 1, physics, euler_timestep=euler_timestep)
+        envs.autoreset = False
         first_obs = set_states(envs, qpos, qvel)[0].cpu().numpy()
         set_state(env, qpos, qvel)
         tolerance = 1e-4 if physics == "c" else 2e-2
@@ -142,11 +151,12 @@ def test_eulers_integrator_is_that_of_mujoco(env_id, substeps, physics):
                 reward, _ = env._get_rew(speed, actions)
             _, rewards, _, _, infos = envs.step(actions[None])
             obs = infos["final_obs"][0].cpu().numpy()
-            scale = np.maximum(np.abs(expected), 1)
+            # Humanoid's forces go into the thousands
+            scale = np.maximum(np.abs(expected), 1) if env_id == "Humanoid-v5" else 1
             assert np.abs((obs - expected) / scale).max() < tolerance
             assert abs(rewards.item() - reward) < tolerance
         found.append(obs)
-    assert np.abs(found[0] - found[1]).max() > 1e-3
+    assert (np.abs(found[0] - found[1]).max() > 0.1) == had_rk4
 
 
 def state_of(env):
@@ -340,7 +350,7 @@ def test_each_world_has_a_model_of_its_own(physics):
     set_states(worlds, worlds.qpos, worlds.qvel)
     for _ in range(9):
         obs = worlds.step(torch.full((4, 3), 0.3))[0]
-    assert len(obs.unique(dim=0)) == 4 and obs.std(0).max() > 1e-3
+    assert len(obs.unique(dim=0)) == 4 and obs.std(0).max() > 0.01
 
 
 def test_fields_and_their_ranges_are_chosen():
