@@ -38,17 +38,10 @@ LEARNED = [  # algorithm, records, what others have published
 ]
 WORLDS = (
     "halfcheetah_lambda__xeon",
-    "halfcheetah_3m__epyc",
-    "halfcheetah__epyc",
     "hopper_end_gamma__xeon",
-    "hopper__epyc",
     "walker2d_lambda__xeon",
-    "walker2d_3m__epyc",
-    "walker2d__epyc",
     "ant_lambda__xeon",
-    "ant__epyc",
     "humanoid_lambda__xeon",
-    "humanoid__epyc",
 )
 HALF_HOURS = {  # record -> what is not today's default
     "halfcheetah": "-",
@@ -303,24 +296,18 @@ def speedup() -> str:
 
 def gpu() -> str:
     """The speed-up table of a GPU, and the share of the time that it is busy."""
-    rows, former = by_row("speedup/all__h200"), by_row("speedup/earlier__h200")
+    rows = by_row("speedup/all__h200")
     busy = {}
     for row in record("utilization/all__h200")["rows"]:
         if "GPU" in row:
             busy[row["script"], row["row"]] = f"{row['GPU']['mean']:.0f}%"
-    table = [["script", "baseline", "`--compile --cudagraphs`", "speed-up", "warm-up s"]]
-    table[0] += ["speed-up earlier: `--compile`", "and `--cudagraphs`"]
-    table[0] += ["GPU busy: baseline", "captured"]
-    for script in dict.fromkeys(script for script, _ in [*rows, *former]):
-        cells = ["-"] * 4
-        if (script, CAPTURED) in rows:
-            slow, fast = rows[script, "baseline"], rows[script, CAPTURED]
-            cells = [in_units(row["sps_steady"]["mean"]) for row in (slow, fast)]
-            cells.append(f"**{fast['speedup']:.1f}x**")
-            cells.append(f"{fast['warmup_seconds']['first']:.0f}")
-        for row in ("compile", CAPTURED):
-            then = former.get((script, row))
-            cells.append(f"{then['speedup']:.1f}x" if then else "-")
+    heading = ["script", "baseline", "`--compile --cudagraphs`", "speed-up", "warm-up s"]
+    table = [[*heading, "GPU busy: baseline", "captured"]]
+    for script in dict.fromkeys(script for script, _ in rows):
+        slow, fast = rows[script, "baseline"], rows[script, CAPTURED]
+        cells = [in_units(row["sps_steady"]["mean"]) for row in (slow, fast)]
+        cells.append(f"**{fast['speedup']:.1f}x**")
+        cells.append(f"{fast['warmup_seconds']['first']:.0f}")
         for row in ("baseline", CAPTURED):
             cells.append(busy.get((script, row), "-"))
         table.append([f"`{script}`", *cells])
@@ -481,26 +468,6 @@ def worlds() -> str:
     return f"{as_markdown(table, labels=2)}\n"
 
 
-def environments() -> str:
-    """Steps/s of environments alone, on a CPU and on a GPU."""
-    import env_report
-
-    counts = [1, 64, 4096, 65_536, 1_048_576]
-    table = [["environments", *(f"{n:,}" for n in counts), "turning point"]]
-    on_gpu = "env_scaling/cartpole__h200"
-    for name, device in (("env_scaling/cartpole__epyc", "cpu"), (on_gpu, "cuda")):
-        found = record(name)
-        for arm in env_report.arms(found["rows"]):
-            seconds = env_report.medians(found["rows"], arm)
-            turning = env_report.describe_turning(seconds)
-            table.append([arm, *env_report.speeds(seconds, counts), turning])
-        most = found["bytes_per_second"][device] / env_report.STEP_BYTES
-        blank = ["-"] * (len(counts) - 1)
-        table.append([f"what memory allows, {device}", *blank, in_units(most), "-"])
-    said = f"{link(on_gpu)}: {record(on_gpu)['note']}"
-    return below(table, "env_scaling/cartpole__epyc") + f"\n{said}\n"
-
-
 def devices() -> str:
     """Acting and learning at the same time, against in turns."""
     found = record("devices/ppo__epyc")
@@ -527,7 +494,7 @@ def devices() -> str:
 
 
 FUNCTIONS = (speed, tricks, returns, race, speedup, gpu, field, learning, worlds, overhead)
-FUNCTIONS += (half_hours, memory, environments, devices, physics)
+FUNCTIONS += (half_hours, memory, devices, physics)
 REGIONS = {function.__name__: function for function in FUNCTIONS}
 
 
