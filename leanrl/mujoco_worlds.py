@@ -56,14 +56,16 @@ def normal_like(x, generator):
 class Task:
     """What a robot is to do. All methods are of N worlds at once, whose state is `s`:
 
-    s.qpos (N, nq), s.qvel (N, nv), and the fields of mujoco.MjData (N, ...) that `reads` names;
-    s.actions (N, A), the last ones; s.steps (N,), of the episode so far; s.speed (N,), in m/s, of
-    `position`; in `reward` also s.terminated (N,); and what `memory` names. Actions, speed and,
-    unless it is staggered, steps are 0 where an episode begins.
+    s.qpos (N, nq), s.qvel (N, nv), and the fields of mujoco.MjData (N, ...) that `reads` names, as
+    in Gymnasium of where the last substep began (by RK4: nearly of the new state); s.actions
+    (N, A), the last ones; s.steps (N,), of the episode so far; s.speed (N,), in m/s, of `position`;
+    in `reward` also s.terminated (N,); and what `memory` names. Actions, speed and, unless it is
+    staggered, steps are 0 where an episode begins.
 
     `memory` is {name: width} of tensors (N, width) that last from step to step, zeros at first,
-    after reset(seed=...), in a resumed run and in a world that broke. Two names are MuJoCo's:
-    xfrc_applied and qfrc_applied are forces that act in the next step; an episode begins without.
+    after reset(seed=...), any reset of gym.make's, in a resumed run and in a world that broke. Two
+    names are MuJoCo's: xfrc_applied and qfrc_applied are forces that act in the next step; an
+    episode begins without.
     """
 
     model: str  # an MJCF file beside the task's own, or one of Gymnasium's
@@ -88,7 +90,7 @@ class Task:
         return s.qpos[:, 0]
 
     def observe(self, s):
-        """Observations (N, O), or two: what the policy sees, and what only its critic sees, too."""
+        """Observations (N, O), or two: what the policy sees, and what its critic sees besides."""
         raise NotImplementedError
 
     def reward(self, s):
@@ -367,9 +369,9 @@ def add_sensor(spec):
 class CPhysics:
     """N worlds in mujoco.batch, MuJoCo's C engine in threads: on the CPU, in float64.
 
-    `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`: of where
-    the last substep began or, if `fresh`, of the new state; FORCES then need `add_sensor`. Fields
-    of the model in `factors` are multiplied by them, (N, ...), for each world.
+    `state` has the fields of mujoco.MjData that are read, as tensors (N, ...) on `device`. If
+    `fresh`, all are of the new state; FORCES then need `add_sensor`. Fields of the model in
+    `factors` are multiplied by them, (N, ...), for each world.
     """
 
     def __init__(self, model, task, frame_skip, fresh, num_envs, device, factors, num_threads):
@@ -386,15 +388,15 @@ class CPhysics:
         mujoco.mj_resetCallbacks()
         for name, callback in kept.items():
             getattr(mujoco, f"set_{name}")(callback)
-        # An MjData of its own keeps a world's contacts, which mj_rnePostConstraint needs, and what
-        # is fresh, from which the next step goes on
+        # An MjData of its own keeps a world's contacts, which mj_rnePostConstraint needs
         self.forces = FORCES.intersection(task.reads)
         if num_threads == 0 and hasattr(os, "sched_getaffinity"):  # Linux's
             num_threads = len(os.sched_getaffinity(0))  # cores that this process may use
         self.batch = mujoco.batch.Batch(model, num_envs, num_threads, persistent=bool(self.forces))
         for name, factor in factors.items():
             self.batch.expand(name)[:] *= factor.numpy()
-        self.batch.set_const()
+        if factors:
+            self.batch.set_const()
         self.data = mujoco.MjData(model)
         self.inputs = INPUTS.intersection(task.memory)
         self.state = SimpleNamespace()
@@ -443,9 +445,10 @@ class CPhysics:
 # anything else needs all of `forward`
 QUICK = FORCES | {"xpos", "xquat", "xmat", "xipos", "ximat"}
 QUICK |= {"geom_xpos", "geom_xmat", "site_xpos", "site_xmat"}
-# What set_const derives from the masses
+# What set_const derives from the masses, and from sizes
 DERIVED = {"body_subtreemass", "body_invweight0", "dof_invweight0", "tendon_invweight0"}
 DERIVED |= {"actuator_acc0"}
+BOUNDS = {"geom_rbound", "geom_aabb"}
 
 
 class WarpPhysics:
@@ -463,8 +466,8 @@ class WarpPhysics:
             model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
             model.opt.iterations = 100
         if mjw.__version__ == "4.0.0":
-            # On steep capsules, Ant's feet, it takes other directions of friction than C; without
-            # this its velocities differ in the first decimal
+            # Within 30 degrees of the normal of the ground it takes other directions of friction
+            # than C for a capsule, Ant's feet; its velocities would differ in the first decimal
             capsule = mjw._src.collision_primitive_core.plane_capsule.adj
             capsule.source = capsule.source.replace("b_norm < 0.5", "b_norm < 1e-6")
             capsule.tree = ast.parse(capsule.source)
@@ -472,6 +475,7 @@ class WarpPhysics:
             self.data = mjw.make_data(model, nworld=num_envs, nconmax=nconmax, njmax=njmax)
             # Of these fields each world has its own, all others are one for all
             names = [*factors, *DERIVED] if factors else []
+            names += BOUNDS if "geom_size" in factors else []
             rows = dict.fromkeys(names, num_envs)
             # Kept, because CUDA's graphs do not keep its arrays
             self.model = mjw.put_model(model, batch_sizes=rows)
@@ -515,7 +519,10 @@ class WarpPhysics:
             quick = QUICK.issuperset(task.reads)
             self.refresh = capture(mjw.kinematics if quick else mjw.forward)
         self.ctrl = wp.to_torch(self.data.ctrl)  # no copies
-        self.overflow = wp.to_torch(self.data.overflow)  # (N,), not 0 once contacts were dropped
+        self.overflow = wp.to_torch(self.data.overflow)  # (N,), bits for what lacked room; and
+        kinds = mjw.OverflowType  # for solvers that stopped early, which no room would help
+        self.of_room = kinds.NEFC | kinds.NJMAX_NNZ | kinds.BROADPHASE | kinds.NARROWPHASE
+        self.overflowed = torch.zeros_like(self.overflow)  # in any episode
         inputs = INPUTS.intersection(task.memory)
         self.inputs = {name: wp.to_torch(getattr(self.data, name)) for name in inputs}
         self.state = SimpleNamespace()
@@ -531,6 +538,7 @@ class WarpPhysics:
         for name, field in self.inputs.items():
             field.copy_(getattr(self.state, name).view(field.shape))
         self.simulate()
+        self.overflowed |= self.overflow
 
     def begin(self, ended, qpos, qvel):
         self.mask.copy_(ended)
@@ -602,7 +610,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
             # Euler's of where the last substep began
             had_rk4 = spec.option.integrator == mujoco.mjtIntegrator.mjINT_RK4
             fresh = had_rk4 and bool(task.reads)
-            frame_skip = math.ceil(self.dt / euler_timestep - 1e-9)
+            frame_skip = math.ceil(self.dt / euler_timestep - 1e-9)  # 0.3 / 0.1 is inexact
             spec.option.integrator = mujoco.mjtIntegrator.mjINT_EULER
             spec.option.timestep = self.dt / frame_skip
         device = torch.device(device)
@@ -643,9 +651,8 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         low, high = self.model.actuator_ctrlrange.T.astype(np.float32)
         self.low = to_device(low)
         self.high = to_device(high)
-        seen = task.observe(s)
         obs = self.look()
-        self.actor_dim = seen[0].shape[1] if isinstance(seen, tuple) else obs.shape[1]
+        self.actor_dim = self.parts()[0].shape[1]
         self.advances = type(task).advance is not Task.advance
         self.single_action_space = Box(low, high)
         self.single_observation_space = Box(-math.inf, math.inf, obs.shape[1:])
@@ -697,7 +704,8 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         else:
             obs = obs.clone()
         self.count += 1
-        if self.count & (self.count - 1) == 0 and self.overflows():  # now and then: it waits
+        # After steps 1, 2, 4, 8 and so on: to read it waits for the device
+        if self.count & (self.count - 1) == 0 and self.overflows():
             warnings.warn("nconmax, njmax: there is no room for some contacts", stacklevel=2)
         return obs, rewards, terminated, truncated, infos
 
@@ -737,10 +745,14 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         }
         return rewards, terminated, truncated, infos
 
-    def look(self):
-        """What the policy sees, and beside it what its critic sees, too -> (N, O)."""
+    def parts(self):
+        """What the policy sees, and what its critic sees besides."""
         seen = self.task.observe(self.state)
-        return join(*seen) if isinstance(seen, tuple) else join(seen)
+        return seen if isinstance(seen, tuple) else (seen,)
+
+    def look(self):
+        """Both side by side -> (N, O)."""
+        return join(*self.parts())
 
     def clear(self, names, mask):
         """Zeros in these fields of the state where `mask` (N,)."""
@@ -785,8 +797,11 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
             setattr(self, name, wrapper(getattr(self, name)))
 
     def overflows(self):
-        """In how many worlds Warp has dropped contacts: nconmax or njmax is too small for them."""
-        return int(self.physics.overflow.count_nonzero()) if self.on_warp else 0
+        """In how many worlds, or in all, Warp lacked room: nconmax or njmax is too small."""
+        if not self.on_warp:
+            return 0
+        lacking = self.physics.overflowed & int(self.physics.of_room)
+        return int(lacking.count_nonzero())
 
     def render(self, worlds=(0,)):
         """A frame (480, 480, 3) of each of these worlds, seen by a camera that follows it."""

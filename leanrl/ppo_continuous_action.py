@@ -295,8 +295,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     pg_loss = policy_loss(log_ratios, advantages, args.clip_coef)
     value_clip = args.clip_coef if args.clip_vloss else None
     v_loss = value_loss(values, batch, value_clip)
-    entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
-    entropy = entropies.mean()
+    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     with torch.no_grad():
         ratios = log_ratios.exp()

@@ -148,8 +148,8 @@ class ActorCritic(nn.Module):
         self.actor_logstd = nn.Parameter(log_std)
         self.eval()
 
-    def observe(self, batch: "Batch") -> None:
-        """Takes a rollout into the statistics, which nothing else changes."""
+    def update_statistics(self, batch: "Batch") -> None:
+        """Takes in a rollout; nothing else changes them."""
         self.train()
         self.obs_norm(batch.obs)  # on a GPU both wait, to read how many they have seen
         self.return_norm(batch.returns[:, None])
@@ -250,8 +250,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     pg_loss = policy_loss(log_ratios, advantages, args.clip_coef)
     errors = (values - batch.returns).square()
     v_loss = 0.5 * errors.mean() / model.return_norm.running_var[0]
-    entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
-    entropy = entropies.mean()
+    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     with torch.no_grad():
         ratios = log_ratios.exp()
@@ -429,7 +428,7 @@ def main(args: Args) -> Path:
                 clipfracs.append(metrics["losses/clipfrac"])
             row |= {tag: values[-1] for tag, values in metrics.items()}  # of the last minibatch
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()  # of all
-        agent.model.observe(batch)
+        agent.model.update_statistics(batch)
         known = rollout.ended & rollout.episode_returns.isfinite()  # the first are NaN
         if known.any():  # waits for the device
             row["charts/episodic_return"] = rollout.episode_returns[known].mean()

@@ -66,7 +66,7 @@ class Args:
     # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
     # once all that it has recorded; any combination of the flags works, none too
     compile: bool = False  # compile acting, updating and the worlds around their physics
-    cudagraphs: bool = False  # replay acting, epochs and the worlds as CUDA graphs
+    cudagraphs: bool = False  # replay acting, advantages, epochs and worlds as CUDA graphs
 
     env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
@@ -145,8 +145,8 @@ class ActorCritic(nn.Module):
         self.actor_logstd = nn.Parameter(log_std)
         self.eval()
 
-    def observe(self, batch: "Batch") -> None:
-        """Takes a rollout into the statistics, which nothing else changes."""
+    def update_statistics(self, batch: "Batch") -> None:
+        """Takes in a rollout; nothing else changes them."""
         self.train()
         self.obs_norm(batch.obs)  # on a GPU both wait, to read how many they have seen
         self.return_norm(batch.returns[:, None])
@@ -261,8 +261,7 @@ def ppo_loss(model: ActorCritic, batch: Batch, args: Args) -> tuple[Tensor, dict
     pg_loss = policy_loss(log_ratios, advantages, args.clip_coef)
     errors = (values - batch.returns).square()
     v_loss = 0.5 * errors.mean() / model.return_norm.running_var[0]
-    entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
-    entropy = entropies.mean()
+    entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     with torch.no_grad():
         ratios = log_ratios.exp()
@@ -529,7 +528,7 @@ def main(args: Args) -> Path:
                 clipfracs.append(metrics["losses/clipfrac"])
             row |= {tag: values[-1] for tag, values in metrics.items()}  # of the last minibatch
             row["losses/clipfrac"] = torch.cat(clipfracs).mean()  # of all
-        agent.model.observe(batch)
+        agent.model.update_statistics(batch)
         known = rollout.ended & rollout.episode_returns.isfinite()  # the first are NaN
         if known.any():  # waits for the device
             row["charts/episodic_return"] = rollout.episode_returns[known].mean()

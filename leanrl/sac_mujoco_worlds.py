@@ -6,14 +6,14 @@ r"""Soft Actor-Critic (SAC) on many MuJoCo worlds in one batch: the baseline of 
 
 Physics is MuJoCo's C engine in threads on a CPU and mujoco_warp on a GPU; observations, rewards and
 terminations are functions of its state, those of Gymnasium's environments, in which the policy is
-evaluated. It is sac_continuous_action.py with these changes: replay is on the device. Observations
-are normalized by running statistics (SimBa, arXiv:2410.09754, but clipped), rewards divided by the
-deviation of returns (SimbaV2, arXiv:2502.15280, without its bound by their maximum). Q-networks
-have layer normalization (RLPD, arXiv:2302.02948, but without weights). Targets have the rewards of
-three steps (D4PG, arXiv:1804.08617). There is one update for every 4 environment steps, as FastTD3
-(arXiv:2505.22642) makes fewer updates than steps, and one policy step, not two, for every two
-updates. A batch has 64 transitions, not 256: a core makes more updates of that size. HalfCheetah
-learns faster with --no-clipped-double-q, other robots slower.
+evaluated. It is sac_continuous_action.py with these changes: observations are normalized by running
+statistics (SimBa, arXiv:2410.09754, but clipped), rewards divided by the deviation of returns
+(SimbaV2, arXiv:2502.15280, without its bound by their maximum). Q-networks have layer normalization
+(RLPD, arXiv:2302.02948, but without weights). Targets have the rewards of three steps (D4PG,
+arXiv:1804.08617). There is one update for every 4 environment steps, as FastTD3 (arXiv:2505.22642)
+makes fewer updates than steps, and one policy step, not two, for every two updates. A batch has 64
+transitions, not 256: a core makes more updates of that size. HalfCheetah learns faster with
+--no-clipped-double-q, other robots slower.
 Other than CleanRL's: env_id worlds/HalfCheetah-v5, total_timesteps 5,000,000, num_envs 64,
 batch_size 64, alpha 0.01 (SimbaV2's, also where it is tuned), utd_ratio 0.25 and nstep 3 (CleanRL's
 script has no such flags: both are 1), and a row of metrics every 100 steps of all environments.
@@ -125,9 +125,16 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 def q_network(inputs: int) -> nn.Sequential:
     """The same for values, with layer normalization (Ba et al., 2016, arXiv:1607.06450)."""
-    first, relu, second, _, last = mlp(inputs, 1)
-    norm = nn.LayerNorm(256, elementwise_affine=False)
-    return nn.Sequential(first, norm, relu, second, norm, relu, last)
+    norm = nn.LayerNorm(256, elementwise_affine=False)  # without weights
+    return nn.Sequential(
+        nn.Linear(inputs, 256),
+        norm,
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        norm,
+        nn.ReLU(),
+        nn.Linear(256, 1),
+    )
 
 
 class TwinQ(nn.ModuleList):
@@ -143,14 +150,14 @@ class TwinQ(nn.ModuleList):
 class Actor(nn.Module):
     """Tanh-squashed Gaussian policy whose actions fill the box [low, high].
 
-    It sees the first obs_dim numbers of an observation, which is all unless a task says so.
+    It sees the first actor_dim numbers of an observation, which is all unless a task says so.
     """
 
-    def __init__(self, obs_dim: int, action_space: Box):
+    def __init__(self, actor_dim: int, action_space: Box):
         super().__init__()
-        self.obs_dim = obs_dim
+        self.actor_dim = actor_dim
         action_dim = action_space.shape[0]
-        self.network = mlp(obs_dim, 2 * action_dim)
+        self.network = mlp(actor_dim, 2 * action_dim)
         low = torch.tensor(action_space.low).float()
         high = torch.tensor(action_space.high).float()
         self.register_buffer("action_scale", (high - low) / 2)
@@ -162,7 +169,7 @@ class Actor(nn.Module):
         obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.
         """
-        mean, log_std = self.network(obs[:, : self.obs_dim]).chunk(2, dim=-1)
+        mean, log_std = self.network(obs[:, : self.actor_dim]).chunk(2, dim=-1)
         log_std = LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1) / 2
         x = mean + log_std.exp() * noise
         squashed = torch.tanh(x)
@@ -324,8 +331,8 @@ class SAC(nn.Module):
         self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr, fused=True)
         self.optimizers = self.q_optimizer, self.actor_optimizer, self.alpha_optimizer
 
-    def observe(self, obs: Tensor, rewards: Tensor, ended: Tensor) -> None:
-        """Takes a step into the statistics: obs (N, O), rewards and ends of either kind (N,)."""
+    def update_statistics(self, obs: Tensor, rewards: Tensor, ended: Tensor) -> None:
+        """Takes in a step: obs (N, O), rewards and ends of either kind (N,)."""
         self.observed += 1
         weight = 1 / self.observed
         take_in(self.obs_mean, self.obs_variance, obs, weight)
@@ -470,7 +477,7 @@ def main(args: Args) -> Path:
         # 4. Store. Where an episode ended, next_obs is already the next episode's first.
         run.stage("replay")
         ended = infos["_episode"]
-        agent.observe(obs, rewards, ended)
+        agent.update_statistics(obs, rewards, ended)
         discounts = args.gamma * (1 - terminated.float())
         recent.append((Batch(obs, actions, infos["final_obs"], rewards, discounts), ended))
         rb.add(n_step(recent, args.gamma))

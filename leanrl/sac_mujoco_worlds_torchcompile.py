@@ -68,7 +68,7 @@ class Args:
     # speed: compiled code fuses operations and spares Python between them, a CUDA graph launches at
     # once all that it has recorded; any combination of the flags works, none too
     compile: bool = False  # compile acting, updating and the worlds around their physics
-    cudagraphs: bool = False  # replay acting, updating and the worlds as CUDA graphs
+    cudagraphs: bool = False  # replay acting, statistics, updates and worlds as CUDA graphs
 
     env_id: str = "worlds/HalfCheetah-v5"  # one of mujoco_worlds.py, or MODULE:ID, a task of yours
     physics: Literal["auto", "c", "warp"] = "auto"  # MuJoCo's C or mujoco_warp; auto: C on a CPU
@@ -122,9 +122,16 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 def q_network(inputs: int) -> nn.Sequential:
     """The same for values, with layer normalization (Ba et al., 2016, arXiv:1607.06450)."""
-    first, relu, second, _, last = mlp(inputs, 1)
-    norm = nn.LayerNorm(256, elementwise_affine=False)
-    return nn.Sequential(first, norm, relu, second, norm, relu, last)
+    norm = nn.LayerNorm(256, elementwise_affine=False)  # without weights
+    return nn.Sequential(
+        nn.Linear(inputs, 256),
+        norm,
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        norm,
+        nn.ReLU(),
+        nn.Linear(256, 1),
+    )
 
 
 class TwinQ(nn.ModuleList):
@@ -157,14 +164,14 @@ class TwinQ(nn.ModuleList):
 class Actor(nn.Module):
     """Tanh-squashed Gaussian policy whose actions fill the box [low, high].
 
-    It sees the first obs_dim numbers of an observation, which is all unless a task says so.
+    It sees the first actor_dim numbers of an observation, which is all unless a task says so.
     """
 
-    def __init__(self, obs_dim: int, action_space: Box):
+    def __init__(self, actor_dim: int, action_space: Box):
         super().__init__()
-        self.obs_dim = obs_dim
+        self.actor_dim = actor_dim
         action_dim = action_space.shape[0]
-        self.network = mlp(obs_dim, 2 * action_dim)
+        self.network = mlp(actor_dim, 2 * action_dim)
         low = torch.tensor(action_space.low).float()
         high = torch.tensor(action_space.high).float()
         self.register_buffer("action_scale", (high - low) / 2)
@@ -176,7 +183,7 @@ class Actor(nn.Module):
         obs (B, O), standard normal noise (B, A) -> actions (B, A), log_probs (B,). The squashing's
         log(1 - tanh(x)^2) is written 2 (log 2 - x - softplus(-2x)), finite for every x.
         """
-        mean, log_std = self.network(obs[:, : self.obs_dim]).chunk(2, dim=-1)
+        mean, log_std = self.network(obs[:, : self.actor_dim]).chunk(2, dim=-1)
         log_std = LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1) / 2
         x = mean + log_std.exp() * noise
         squashed = torch.tanh(x)
@@ -398,8 +405,8 @@ class SAC(nn.Module):
         self.alpha_optimizer = Adam([self.log_alpha], lr=args.q_lr)
         self.optimizers = self.q_optimizer, self.actor_optimizer, self.alpha_optimizer
 
-    def observe(self, obs: Tensor, rewards: Tensor, ended: Tensor) -> None:
-        """Takes a step into the statistics: obs (N, O), rewards and ends of either kind (N,)."""
+    def update_statistics(self, obs: Tensor, rewards: Tensor, ended: Tensor) -> None:
+        """Takes in a step: obs (N, O), rewards and ends of either kind (N,)."""
         self.observed += 1
         weight = 1 / self.observed
         take_in(self.obs_mean, self.obs_variance, obs, weight)
@@ -526,7 +533,7 @@ def capture_agent(agent: SAC, rb: ReplayBuffer) -> None:
         graphs[due]()
         return metrics
 
-    agent.observe = capture(agent.observe)
+    agent.update_statistics = capture(agent.update_statistics)
     agent.act = capture(agent.act)
     rb.sample = lambda: rb.batch  # which an update's graph refills, before all else
     agent.update = replay
@@ -612,7 +619,7 @@ def main(args: Args) -> Path:
         # 4. Store. Where an episode ended, next_obs is already the next episode's first.
         run.stage("replay")
         ended = infos["_episode"]
-        agent.observe(obs, rewards, ended)
+        agent.update_statistics(obs, rewards, ended)
         discounts = args.gamma * (1 - terminated.float())
         recent.append((Batch(obs, actions, infos["final_obs"], rewards, discounts), ended))
         rb.add(n_step(recent, args.gamma))

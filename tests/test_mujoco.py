@@ -334,15 +334,18 @@ def test_factors_fill_a_span():
 @pytest.mark.parametrize("physics", PHYSICS[:2])
 def test_each_world_has_a_model_of_its_own(physics):
     """With all that MuJoCo derives from what is drawn; and each falls in its own way."""
-    worlds = make_envs("Hopper-v5", 4, physics, randomize=0.5, seed=7)
+    names = "body_mass", "geom_friction", "actuator_gainprm", "geom_size"
+    ranges = dict.fromkeys(names, (0.5, 1.5))
+    worlds = make_envs("Hopper-v5", 4, physics, randomize=ranges, seed=7)
     model = gym.make("Hopper-v5").unwrapped.model
-    factors = mujoco_worlds.draw_factors(model, 4, 0.5, 7)
+    factors = mujoco_worlds.draw_factors(model, 4, ranges, 7)
     usual = {name: getattr(model, name).copy() for name in factors}
     for i in range(4):
         for name, factor in factors.items():
             getattr(model, name)[:] = usual[name] * factor[i].numpy()
         mujoco.mj_setConst(model, mujoco.MjData(model))
-        for name in (*factors, *mujoco_worlds.DERIVED - {"tendon_invweight0"}):  # it has none
+        derived = mujoco_worlds.DERIVED - {"tendon_invweight0"}  # it has none
+        for name in (*factors, *derived, *mujoco_worlds.BOUNDS):
             expected = torch.from_numpy(getattr(model, name)).float()
             found = field_of(worlds.physics, name)[i].view(expected.shape)
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
@@ -675,6 +678,26 @@ def test_what_does_not_fit_is_refused(cart):
 
 @NEEDS_WARP
 @pytest.mark.slow
+def test_a_solver_that_stops_early_lacks_no_room(monkeypatch):
+    """Warp notes it among what overflows, from one iteration on nearly always."""
+    load_spec = mujoco_worlds.load_spec
+
+    def load(task):
+        spec = load_spec(task)
+        spec.option.iterations = 1
+        spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON
+        return spec
+
+    monkeypatch.setattr(mujoco_worlds, "load_spec", load)
+    envs = make_envs("Ant-v5", 4, "warp")
+    envs.reset(seed=0)
+    for _ in range(20):
+        envs.step(torch.ones(4, 8))
+    assert envs.physics.overflowed.any() and envs.overflows() == 0
+
+
+@NEEDS_WARP
+@pytest.mark.slow
 def test_contacts_that_do_not_fit_are_noticed(cart):
     """By default thirty boxes in a tower fall through the floor on Warp."""
     box = '<body pos="0 5 {}"><freejoint/><geom type="box" size=".1 .1 .1"/></body>'
@@ -693,4 +716,6 @@ def test_contacts_that_do_not_fit_are_noticed(cart):
         said = [str(x.message) for x in caught if "nconmax" in str(x.message)]
         assert bool(said) == bool(envs.overflows()) == (not room)
         heights.append(envs.state.qpos[0, 3::7].min().item())
+        envs.reset(seed=0)
+        assert bool(envs.overflows()) == (not room)  # also of an episode that has ended
     assert heights[0] < -1 < heights[1]

@@ -111,8 +111,8 @@ def assert_equal(found, expected):
 METHODS = {
     "MuJoCoWorlds": "reset step",
     "PPO": "act prepare learn update adapt",
-    "ActorCritic": "observe",
-    "SAC": "act observe update update_critic update_actor update_target",
+    "ActorCritic": "update_statistics",
+    "SAC": "act update_statistics update update_critic update_actor update_target",
     "ReplayBuffer": "sample add",
 }
 
@@ -319,10 +319,19 @@ def test_a_policy_begins_narrow_and_in_the_middle(module):
 
 
 def test_the_first_rollout_only_measures(ppo_run):
-    names = [call.name for call in ppo_run.of("prepare", "learn", "observe")]
-    assert names == ["prepare", "observe"] + ["prepare", *3 * ["learn"], "observe"] * 2
+    names = [call.name for call in ppo_run.of("prepare", "learn", "update_statistics")]
+    assert (
+        names
+        == ["prepare", "update_statistics"]
+        + [
+            "prepare",
+            *3 * ["learn"],
+            "update_statistics",
+        ]
+        * 2
+    )
     batches = [call.result for call in ppo_run.of("prepare")]
-    assert_equal([call.args[0] for call in ppo_run.of("observe")], batches)
+    assert_equal([call.args[0] for call in ppo_run.of("update_statistics")], batches)
     learned = [call.args[0] for call in ppo_run.of("learn")]
     assert_equal(learned, 3 * [batches[1]] + 3 * [batches[2]])
 
@@ -385,7 +394,7 @@ def test_an_update_is_the_papers(module, float64):
     agent = make_agent(module, 5, 2, **flags, learning_rate=0.01)
     shapes = {name: (40,) for name in module.Batch._fields} | {"obs": (40, 5), "actions": (40, 2)}
     batch = module.Batch(**{name: 3 * torch.randn(shape) for name, shape in shapes.items()})
-    agent.model.observe(batch)
+    agent.model.update_statistics(batch)
     actions, log_probs = agent.act(batch.obs, torch.randn(40, 2))
     log_probs += 0.2 * torch.randn(40)  # as if some updates had been made
     batch = batch._replace(actions=actions, log_probs=log_probs)
@@ -508,7 +517,7 @@ def schedule(first, last):
             names += ["sample", "update", "update_critic"]
             names += ["update_actor"] * (updates % 3 == 0)
             names += ["update_target"] * (updates % 2 == 0)
-        names += ["step", "observe", "add"]
+        names += ["step", "update_statistics", "add"]
     return names
 
 

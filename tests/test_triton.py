@@ -82,7 +82,7 @@ def act(pair, reference, agent, error):
 def observe(pair, reference, agent, error):
     for _ in range(2):
         obs = torch.randn(8, pairs.OBS)
-        same_call(reference, agent, "observe", obs, torch.randn(8), torch.rand(8) < 0.5)
+        same_call(reference, agent, "update_statistics", obs, torch.randn(8), torch.rand(8) < 0.5)
 
 
 def step_cartpole(pair, reference, agent, error):
