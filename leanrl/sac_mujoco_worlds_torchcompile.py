@@ -498,7 +498,7 @@ def compile_agent(agent: SAC) -> None:
     if torch.__version__.startswith("2.11"):
         torch._inductor.config.reorder_for_locality = False  # True moves reads past writes
         torch._inductor.config.loop_ordering_after_fusion = False  # True fails on GPUs
-    for name in ("observe", "act", "update_critic", "update_actor"):
+    for name in ("update_statistics", "act", "update_critic", "update_actor"):
         method = getattr(agent, name)
         options = {"guard_filter_fn": kept_guards}  # in the loop: torch.compile takes it out
         setattr(agent, name, torch.compile(method, fullgraph=True, options=options))
