@@ -86,6 +86,17 @@ class Squashed(nn.Module):
         return actions
 
 
+class MeanAction(nn.Module):
+    """PPO on worlds."""
+
+    def __init__(self, agent: nn.Module):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.agent.mean_action(obs)
+
+
 class Mean(nn.Module):
     """The mean of a Gaussian policy."""
 
@@ -184,6 +195,8 @@ def make_policy(module: ModuleType, checkpoint: dict) -> tuple[nn.Module, tuple,
         return policy, (obs, torch.zeros(2, 2, module.HIDDEN)), env
     if hasattr(agent, "actor"):
         policy = Squashed(agent)
+    elif hasattr(agent, "mean_action"):
+        policy = MeanAction(agent)
     elif isinstance(env.action_space, Box):
         policy = Mean(agent, env.action_space, statistics)
     else:

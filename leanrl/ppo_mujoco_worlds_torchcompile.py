@@ -168,6 +168,26 @@ class ActorCritic(nn.Module):
         return values * returns.running_var.sqrt() + returns.running_mean
 
 
+def clipped_mean(mean: Tensor, log_std: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Mean of Gaussian actions (B, A) that are clipped to [low, high], both (A,) -> (B, A).
+
+    It is what the actions of training are on average. At a bound or beyond the mean itself would be
+    clipped to the bound, but noise is cut off on the outer side alone, and its average is inside.
+    """
+    std = log_std.exp()
+    raised = mean_of_positive((low - mean) / std)
+    lowered = mean_of_positive((mean - high) / std)
+    return mean + std * (raised - lowered)
+
+
+def mean_of_positive(x: Tensor) -> Tensor:
+    """Mean of max(x + noise, 0) over standard normal noise."""
+    x = x.clamp(min=-10)  # where it is 0, also without a bound
+    share = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    density = (-0.5 * x.square()).exp() / math.sqrt(2 * math.pi)
+    return x * share + density
+
+
 # Storage
 
 
@@ -327,7 +347,10 @@ class PPO(nn.Module):
         super().__init__()
         self.args = args
         obs_dim = envs.single_observation_space.shape[0]
-        action_dim = envs.single_action_space.shape[0]
+        space = envs.single_action_space
+        action_dim = space.shape[0]
+        self.low = torch.tensor(space.low, device=device)
+        self.high = torch.tensor(space.high, device=device)
         self.model = ActorCritic(obs_dim, envs.actor_dim, action_dim).to(device)
         learning_rate = torch.tensor(args.learning_rate, device=device)
         self.register_buffer("learning_rate", learning_rate)
@@ -344,6 +367,12 @@ class PPO(nn.Module):
             actions = mean + log_std.exp() * noise
             log_probs = gaussian_log_prob(actions, mean, log_std)
             return actions, log_probs
+
+    def mean_action(self, obs: Tensor) -> Tensor:
+        """obs (N, O) -> actions without noise, as they are on average once clipped (N, A)."""
+        with torch.no_grad():
+            mean, log_std = self.model(obs)
+            return clipped_mean(mean, log_std, self.low, self.high)
 
     def value(self, obs: Tensor) -> Tensor:
         """obs (T, N, O) -> values (T, N)."""
@@ -572,7 +601,6 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
         env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         makers[0] = lambda: env
     envs = gym.vector.SyncVectorEnv(makers)
-    envs = gym.wrappers.vector.ClipAction(envs)
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
     generators = random.getstate(), np.random.get_state()  # environments may draw from them
@@ -581,9 +609,7 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
     obs, _ = envs.reset(seed=seeds)
     while running.any():  # each has a time limit
         inputs = torch.as_tensor(obs).to(agent.model.actor_logstd)
-        with torch.no_grad():
-            actions, _ = agent.model(inputs)
-        actions = actions.cpu().numpy()
+        actions = agent.mean_action(inputs).cpu().numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)

@@ -50,8 +50,7 @@ def load(checkpoint: Path, num_envs: int):
     envs = gym.make_vec(ENV_ID, num_envs=num_envs, randomize=0.2, seed=1000)
     agent = script.PPO(script.Args(**saved["args"]), envs, torch.device("cpu"))
     agent.load_state_dict(saved["agent"])
-    no_noise = torch.zeros(envs.action_space.shape)
-    return (lambda obs: agent.act(obs, no_noise)[0]), envs
+    return agent.mean_action, envs
 
 
 def measured(envs):
