@@ -120,7 +120,7 @@ STEPS = {  # that PPO makes in about a minute of a core, so that it is at its en
 }
 FLAGS = {
     ("PPO on worlds", "Humanoid-v5"): {
-        "euler_timestep": 0.003,
+        "euler_timestep": 0.005,
         "num_steps": 64,
         "desired_kl": 0.02,
     },
