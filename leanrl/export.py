@@ -58,15 +58,16 @@ class Normalize(nn.Module):
 
 
 class Clip(nn.Module):
-    """Actions to their box."""
+    """The mean of Gaussian actions that are clipped to their box."""
 
-    def __init__(self, space: Box):
+    def __init__(self, module: ModuleType, space: Box):
         super().__init__()
+        self.clipped_mean = module.clipped_mean
         self.register_buffer("low", torch.as_tensor(space.low).float())
         self.register_buffer("high", torch.as_tensor(space.high).float())
 
-    def forward(self, actions: Tensor) -> Tensor:
-        return actions.clamp(self.low, self.high)
+    def forward(self, mean: Tensor, log_std: Tensor) -> Tensor:
+        return self.clipped_mean(mean, log_std, self.low, self.high)
 
 
 class Squashed(nn.Module):
@@ -86,29 +87,18 @@ class Squashed(nn.Module):
         return actions
 
 
-class MeanAction(nn.Module):
-    """PPO on worlds."""
-
-    def __init__(self, agent: nn.Module):
-        super().__init__()
-        self.agent = agent
-
-    def forward(self, obs: Tensor) -> Tensor:
-        return self.agent.mean_action(obs)
-
-
 class Mean(nn.Module):
     """The mean of a Gaussian policy."""
 
-    def __init__(self, agent: nn.Module, space: Box, statistics: dict[str, Tensor] | None):
+    def __init__(self, agent: nn.Module, clip: Clip, statistics: dict[str, Tensor] | None):
         super().__init__()
         self.normalize = Normalize(statistics) if statistics else nn.Identity()
         self.model = agent.model
-        self.clip = Clip(space)
+        self.clip = clip
 
     def forward(self, obs: Tensor) -> Tensor:
-        mean, *_ = self.model(self.normalize(obs))
-        return self.clip(mean)
+        mean, log_std, *_ = self.model(self.normalize(obs))
+        return self.clip(mean, log_std)
 
 
 class Best(nn.Module):
@@ -127,21 +117,22 @@ class Best(nn.Module):
 class Recurrent(nn.Module):
     """PPO with an LSTM, a step at a time."""
 
-    def __init__(self, agent: nn.Module, space: gym.Space, statistics: dict[str, Tensor]):
+    def __init__(self, agent: nn.Module, clip: Clip | None, statistics: dict[str, Tensor]):
         super().__init__()
         self.observed = list(agent.args.observed)
         self.normalize = Normalize(statistics)
-        self.actor = agent.model.actor
-        self.clip = Clip(space) if isinstance(space, Box) else None
+        self.model = agent.model
+        self.clip = clip
 
     def forward(self, obs: Tensor, state: Tensor) -> tuple[Tensor, ...]:
         obs = obs[:, self.observed] if self.observed else obs
-        x = self.actor.encoder(self.normalize(obs)).tanh()
-        features, state = self.actor.lstm(x[None], (state[:1], state[1:]))
-        outputs = self.actor.head(features[0])
+        actor = self.model.actor
+        x = actor.encoder(self.normalize(obs)).tanh()
+        features, state = actor.lstm(x[None], (state[:1], state[1:]))
+        outputs = actor.head(features[0])
         next_state = torch.cat(state)
         if self.clip:
-            return self.clip(outputs), next_state
+            return self.clip(outputs, self.model.actor_logstd), next_state
         scores = outputs.log_softmax(dim=-1)
         return scores.argmax(dim=-1), scores, next_state
 
@@ -190,15 +181,15 @@ def make_policy(module: ModuleType, checkpoint: dict) -> tuple[nn.Module, tuple,
     agent = Agent(args, *dims, CPU)
     agent.load_state_dict(weights)
     obs = torch.zeros(2, seen)
+    is_gaussian = isinstance(env.action_space, Box) and hasattr(module, "clipped_mean")
+    clip = Clip(module, env.action_space) if is_gaussian else None
     if hasattr(module, "Memory"):
-        policy = Recurrent(agent, env.action_space, statistics)
+        policy = Recurrent(agent, clip, statistics)
         return policy, (obs, torch.zeros(2, 2, module.HIDDEN)), env
     if hasattr(agent, "actor"):
         policy = Squashed(agent)
-    elif hasattr(agent, "mean_action"):
-        policy = MeanAction(agent)
-    elif isinstance(env.action_space, Box):
-        policy = Mean(agent, env.action_space, statistics)
+    elif clip:
+        policy = Mean(agent, clip, statistics)
     else:
         policy = Best(agent)
     if seen < obs_dim:  # the rest is the critic's

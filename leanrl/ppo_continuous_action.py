@@ -118,7 +118,8 @@ def make_envs(
 ) -> gym.vector.VectorEnv:
     """N environments that reset in the step that ends an episode; `video` films the first one.
 
-    With a gamma, for training, each normalizes observations and rewards by its own statistics.
+    With a gamma, for training, each clips actions, and normalizes observations and rewards by
+    statistics of its own.
     """
 
     def make_env(**options) -> gym.Env:
@@ -128,8 +129,8 @@ def make_envs(
         if not isinstance(env.action_space, Box):
             raise ValueError("--env-id: needs continuous actions")
         env = gym.wrappers.RecordEpisodeStatistics(env)
-        env = gym.wrappers.ClipAction(env)
         if gamma is not None:
+            env = gym.wrappers.ClipAction(env)
             env = gym.wrappers.NormalizeObservation(env)
             env = gym.wrappers.TransformObservation(env, lambda obs: obs.clip(-10, 10), None)
             env = gym.wrappers.NormalizeReward(env, gamma)
@@ -197,6 +198,27 @@ class ActorCritic(nn.Module):
         mean = self.actor_mean(obs)
         values = self.critic(obs).squeeze(-1)
         return mean, self.actor_logstd, values
+
+
+def clipped_mean(mean: Tensor, log_std: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Mean of Gaussian actions (B, A) that are clipped to [low, high], both (A,) -> (B, A).
+
+    It is what the actions of training are on average. At a bound or beyond the mean itself would be
+    clipped to the bound, but noise is cut off on the outer side alone, and its average is inside.
+    """
+    std = log_std.exp()
+    raised = mean_of_positive((low - mean) / std)
+    lowered = mean_of_positive((mean - high) / std)
+    actions = mean + std * (raised - lowered)
+    return actions.clamp(low, high)  # but for rounding they are there
+
+
+def mean_of_positive(x: Tensor) -> Tensor:
+    """Mean of max(x + noise, 0) over standard normal noise."""
+    x = x.clamp(min=-10)  # where it is 0, also without a bound
+    share = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    density = (-0.5 * x.square()).exp() / math.sqrt(2 * math.pi)
+    return x * share + density
 
 
 # Storage
@@ -486,6 +508,8 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
     """
     video = video if args.capture_video else None
     envs = make_envs(args.env_id, args.eval_episodes, video=video)
+    space = envs.single_action_space
+    low, high = (torch.as_tensor(x).to(agent.model.actor_logstd) for x in (space.low, space.high))
     means = statistics["obs_rms_mean"]  # (N, O)
     mean = means.mean(dim=0)
     variance = means.var(dim=0, correction=0)  # between environments, and within them
@@ -504,7 +528,8 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
         inputs = inputs.clamp(-10, 10)
         inputs = inputs.to(agent.model.actor_logstd)
         with torch.no_grad():
-            actions, _, _ = agent.model(inputs)
+            center, log_std, _ = agent.model(inputs)
+            actions = clipped_mean(center, log_std, low, high)
         actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards

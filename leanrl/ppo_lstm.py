@@ -131,8 +131,6 @@ def make_envs(
             space = env.observation_space
             space = Box(space.low[seen], space.high[seen], dtype=space.dtype)
             env = gym.wrappers.TransformObservation(env, lambda obs: obs[seen], space)
-        if vector:
-            env = gym.wrappers.ClipAction(env)
         return env
 
     makers = [make_env] * num_envs
@@ -170,6 +168,9 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
 
     def step(self, actions: np.ndarray) -> tuple:
         """In a step that ends an episode infos have `final_obs` (N, O), obs where none ended."""
+        space = self.single_action_space
+        if isinstance(space, Box):
+            actions = actions.clip(space.low, space.high)
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
         ended = terminated | truncated
         self.obs_rms.update(obs)
@@ -298,6 +299,27 @@ class ActorCritic(nn.Module):
             return Gaussian(outputs, self.actor_logstd)
         logits = outputs.masked_fill(~masks, -1e8)  # not -inf: its entropy would be nan
         return Categorical(F.log_softmax(logits, dim=-1))
+
+
+def clipped_mean(mean: Tensor, log_std: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Mean of Gaussian actions (B, A) that are clipped to [low, high], both (A,) -> (B, A).
+
+    It is what the actions of training are on average. At a bound or beyond the mean itself would be
+    clipped to the bound, but noise is cut off on the outer side alone, and its average is inside.
+    """
+    std = log_std.exp()
+    raised = mean_of_positive((low - mean) / std)
+    lowered = mean_of_positive((mean - high) / std)
+    actions = mean + std * (raised - lowered)
+    return actions.clamp(low, high)  # but for rounding they are there
+
+
+def mean_of_positive(x: Tensor) -> Tensor:
+    """Mean of max(x + noise, 0) over standard normal noise."""
+    x = x.clamp(min=-10)  # where it is 0, also without a bound
+    share = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    density = (-0.5 * x.square()).exp() / math.sqrt(2 * math.pi)
+    return x * share + density
 
 
 # Storage
@@ -595,9 +617,13 @@ def main(args: Args) -> Path:
 
 
 def evaluate(agent: PPO, args: Args, training: NormalizedEnvs, video: Path) -> float:
-    """Mean return of K episodes from always the same starts, by the likeliest actions."""
+    """Mean return of K episodes from always the same starts, without noise."""
     video = video if args.capture_video else None
     envs = make_envs(args.env_id, args.eval_episodes, args.observed, video)
+    device = next(agent.parameters()).device
+    space = envs.single_action_space
+    if not agent.model.discrete:
+        low, high = (torch.as_tensor(x, device=device) for x in (space.low, space.high))
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
     seeds = np.random.SeedSequence(args.seed).generate_state(args.eval_episodes) >> 1
@@ -606,7 +632,6 @@ def evaluate(agent: PPO, args: Args, training: NormalizedEnvs, video: Path) -> f
     random.seed(seeds[0])
     np.random.seed(seeds[0])
     obs, infos = envs.reset(seed=seeds)
-    device = next(agent.parameters()).device
     starts = torch.ones(args.eval_episodes, device=device)
     state = torch.zeros(2, args.eval_episodes, HIDDEN, device=device)
     for _ in range(50_000):  # an episode without end counts with its return so far
@@ -615,7 +640,10 @@ def evaluate(agent: PPO, args: Args, training: NormalizedEnvs, video: Path) -> f
         with torch.no_grad():
             outputs, state = agent.model.actor(inputs[None], starts[None], state)
             policy = agent.model.policy(outputs[0], masks)
-            actions = policy.log_policy.argmax(dim=-1) if agent.model.discrete else policy.mean
+            if agent.model.discrete:
+                actions = policy.log_policy.argmax(dim=-1)
+            else:
+                actions = clipped_mean(policy.mean, policy.log_std, low, high)
         actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, infos = envs.step(actions)
         starts.zero_()  # what follows an episode does not count

@@ -180,7 +180,8 @@ def clipped_mean(mean: Tensor, log_std: Tensor, low: Tensor, high: Tensor) -> Te
     std = log_std.exp()
     raised = mean_of_positive((low - mean) / std)
     lowered = mean_of_positive((mean - high) / std)
-    return mean + std * (raised - lowered)
+    actions = mean + std * (raised - lowered)
+    return actions.clamp(low, high)  # but for rounding they are there
 
 
 def mean_of_positive(x: Tensor) -> Tensor:
@@ -296,10 +297,7 @@ class PPO(nn.Module):
         super().__init__()
         self.args = args
         obs_dim = envs.single_observation_space.shape[0]
-        space = envs.single_action_space
-        action_dim = space.shape[0]
-        self.low = torch.tensor(space.low, device=device)
-        self.high = torch.tensor(space.high, device=device)
+        action_dim = envs.single_action_space.shape[0]
         self.model = ActorCritic(obs_dim, envs.actor_dim, action_dim).to(device)
         learning_rate = torch.tensor(args.learning_rate, device=device)
         self.register_buffer("learning_rate", learning_rate)
@@ -315,12 +313,6 @@ class PPO(nn.Module):
             actions = mean + log_std.exp() * noise
             log_probs = gaussian_log_prob(actions, mean, log_std)
             return actions, log_probs
-
-    def mean_action(self, obs: Tensor) -> Tensor:
-        """obs (N, O) -> actions without noise, as they are on average once clipped (N, A)."""
-        with torch.no_grad():
-            mean, log_std = self.model(obs)
-            return clipped_mean(mean, log_std, self.low, self.high)
 
     def value(self, obs: Tensor) -> Tensor:
         """obs (T, N, O) -> values (T, N)."""
@@ -501,6 +493,8 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
         env = gym.wrappers.RecordVideo(env, str(video), episode_trigger=lambda i: i == 0)
         makers[0] = lambda: env
     envs = gym.vector.SyncVectorEnv(makers)
+    space = envs.single_action_space
+    low, high = (torch.as_tensor(x).to(agent.model.actor_logstd) for x in (space.low, space.high))
     returns = np.zeros(args.eval_episodes)
     running = np.ones(args.eval_episodes, dtype=bool)
     generators = random.getstate(), np.random.get_state()  # environments may draw from them
@@ -509,7 +503,10 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
     obs, _ = envs.reset(seed=seeds)
     while running.any():  # each has a time limit
         inputs = torch.as_tensor(obs).to(agent.model.actor_logstd)
-        actions = agent.mean_action(inputs).cpu().numpy()
+        with torch.no_grad():
+            mean, log_std = agent.model(inputs)
+            actions = clipped_mean(mean, log_std, low, high)
+        actions = actions.cpu().numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)

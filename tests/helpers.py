@@ -136,6 +136,16 @@ def spaces(obs_dim: int, action_space, actor_dim: int | None = None) -> SimpleNa
     )
 
 
+def clipped_averages(mean, log_std, low, high):
+    """Means (B, A) of Gaussian actions that are clipped: what is at the bounds, and in between."""
+    gaussian = torch.distributions.Normal(mean.double(), log_std.double().exp())
+    below, not_above = gaussian.cdf(low), gaussian.cdf(high)
+    between = gaussian.mean * (not_above - below)
+    between += gaussian.variance * (gaussian.log_prob(low).exp() - gaussian.log_prob(high).exp())
+    bounds = (low * below).nan_to_num() + (high * (1 - not_above)).nan_to_num()
+    return (bounds + between).float()
+
+
 class Named(gym.Env):
     """Observations and rewards say which environment it is, its episode and step.
 

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, evaluation_seeds
+from helpers import CPU, clipped_averages, evaluation_seeds
 
 from leanrl import sac_continuous_action as sac
 
@@ -27,10 +27,11 @@ def td3_mean(agent, obs):
 
 
 def ppo_mean(agent, obs):
-    """Normalized by all that was seen, as one set; the second number is clipped."""
+    """Normalized by all that was seen, as one set; the second number is clipped, and the action."""
     rows = SEEN.reshape(-1, 3)
     normalized = ((obs.numpy() - rows.mean(axis=0)) / rows.std(axis=0)).clip(-10, 10)
-    return agent.model.actor_mean(torch.tensor(normalized).float())
+    mean, log_std, _ = agent.model(torch.tensor(normalized).float()[None])
+    return clipped_averages(mean, log_std, torch.tensor([-2.0]), torch.tensor([2.0]))[0]
 
 
 MEANS = {  # Pendulum's observation (O,) -> mean action (A,), which in its box is at most 2

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, Named, note
+from helpers import CPU, Named, clipped_averages, note
 
 from leanrl import ppo_lstm as baseline
 from leanrl import ppo_lstm_torchcompile as variant
@@ -337,17 +337,28 @@ def test_evaluation_remembers_and_does_not_explore(module, env_id, monkeypatch):
         ended = False
         for action in (action for name, action in taken if name == seed):
             state = lstm_step(agent.model.actor, torch.tensor(np.float32(obs)) / 8, *state)
-            outputs = agent.model.actor.head(state[0]).detach().numpy()
+            outputs = agent.model.actor.head(state[0]).detach()
             if agent.model.discrete:
                 expected = np.where(info["action_mask"], outputs, -np.inf).argmax()
             else:
-                expected = outputs.clip(space.low, space.high)
+                bounds = torch.tensor(space.low), torch.tensor(space.high)
+                expected = clipped_averages(outputs, agent.model.actor_logstd, *bounds).detach()
             np.testing.assert_allclose(action, expected, atol=1e-5)
             obs, _, terminated, truncated, info = env.step(action)
             if terminated or truncated:
                 ended = True
                 break
         assert ended
+
+
+@BOTH
+def test_actions_are_clipped_in_training(module, monkeypatch):
+    taken = []
+    note(monkeypatch, Mixed, "step", lambda _, env, action: taken.append(action))
+    envs = module.NormalizedEnvs(module.make_envs("Mixed-v0", 2, ()), GAMMA)
+    envs.reset(seed=SEED)
+    envs.step(np.float32([[9, 9], [-9, 2.2]]))
+    np.testing.assert_allclose(taken, [[3, 2.5], [-1, 2.2]])
 
 
 @BOTH

@@ -28,6 +28,7 @@ FUNCTIONS = [  # the beginning of a script's name, and what all of them share th
     (r"ppo_", "mlp compute_gae policy_loss value_loss explained_variance"),
     (r"ppo_(atari|cartpole)", "ppo_loss"),  # of a categorical policy
     (r"ppo_(continuous|mujoco)", "gaussian_log_prob"),  # of a Gaussian one
+    (r"ppo_(continuous|mujoco|lstm)", "clipped_mean mean_of_positive"),
     (r"ppo_(continuous_action|mujoco_worlds)(_torchcompile)?$", "Batch"),
     (r"ppo_continuous", "make_envs ActorCritic"),  # with and without more processes
     (r"ppo_atari", "ActorCritic Batch Rollout evaluate"),

@@ -124,7 +124,6 @@ def play(task: str, checkpoint: Path) -> tuple[list[np.ndarray], float]:
     worlds = gym.make_vec(f"worlds/{task}", num_envs=1)
     agent = script.PPO(args, worlds, torch.device("cpu"))
     agent.load_state_dict(saved["agent"])
-    no_noise = torch.zeros(worlds.action_space.shape)
     pictures = []
     obs, _ = env.reset(seed=1)
     total = 0.0
@@ -133,9 +132,10 @@ def play(task: str, checkpoint: Path) -> tuple[list[np.ndarray], float]:
     while not ended:
         if len(pictures) < FRAMES_PER_SECOND * SECONDS and at >= len(pictures) / FRAMES_PER_SECOND:
             pictures.append(env.render())
-        actions, _ = agent.act(torch.tensor(obs)[None].float(), no_noise)
-        action = actions[0].numpy().clip(env.action_space.low, env.action_space.high)
-        obs, reward, terminated, truncated, _ = env.step(action)
+        with torch.no_grad():
+            mean, log_std = agent.model(torch.tensor(obs)[None].float())
+            actions = script.clipped_mean(mean, log_std, worlds.low, worlds.high)
+        obs, reward, terminated, truncated, _ = env.step(actions[0].numpy())
         total += reward
         at += env.unwrapped.dt
         ended = terminated or truncated

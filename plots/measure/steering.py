@@ -50,7 +50,12 @@ def load(checkpoint: Path, num_envs: int):
     envs = gym.make_vec(ENV_ID, num_envs=num_envs, randomize=0.2, seed=1000)
     agent = script.PPO(script.Args(**saved["args"]), envs, torch.device("cpu"))
     agent.load_state_dict(saved["agent"])
-    return agent.mean_action, envs
+
+    def act(obs):
+        with torch.no_grad():
+            return script.clipped_mean(*agent.model(obs), envs.low, envs.high)
+
+    return act, envs
 
 
 def measured(envs):
