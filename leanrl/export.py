@@ -57,7 +57,7 @@ class Normalize(nn.Module):
         return ((obs - self.mean) / self.std).clamp(-10, 10)
 
 
-class Clip(nn.Module):
+class ClippedMean(nn.Module):
     """The mean of Gaussian actions that are clipped to their box."""
 
     def __init__(self, module: ModuleType, space: Box):
@@ -67,7 +67,8 @@ class Clip(nn.Module):
         self.register_buffer("high", torch.as_tensor(space.high).float())
 
     def forward(self, mean: Tensor, log_std: Tensor) -> Tensor:
-        return self.clipped_mean(mean, log_std, self.low, self.high)
+        actions = self.clipped_mean(mean, log_std, self.low, self.high)
+        return actions.clamp(self.low, self.high)  # of rounding
 
 
 class Squashed(nn.Module):
@@ -87,10 +88,10 @@ class Squashed(nn.Module):
         return actions
 
 
-class Mean(nn.Module):
-    """The mean of a Gaussian policy."""
+class Gaussian(nn.Module):
+    """PPO, by the mean of its clipped actions."""
 
-    def __init__(self, agent: nn.Module, clip: Clip, statistics: dict[str, Tensor] | None):
+    def __init__(self, agent: nn.Module, clip: ClippedMean, statistics: dict[str, Tensor] | None):
         super().__init__()
         self.normalize = Normalize(statistics) if statistics else nn.Identity()
         self.model = agent.model
@@ -117,7 +118,7 @@ class Best(nn.Module):
 class Recurrent(nn.Module):
     """PPO with an LSTM, a step at a time."""
 
-    def __init__(self, agent: nn.Module, clip: Clip | None, statistics: dict[str, Tensor]):
+    def __init__(self, agent: nn.Module, clip: ClippedMean | None, statistics: dict[str, Tensor]):
         super().__init__()
         self.observed = list(agent.args.observed)
         self.normalize = Normalize(statistics)
@@ -181,15 +182,15 @@ def make_policy(module: ModuleType, checkpoint: dict) -> tuple[nn.Module, tuple,
     agent = Agent(args, *dims, CPU)
     agent.load_state_dict(weights)
     obs = torch.zeros(2, seen)
-    is_gaussian = isinstance(env.action_space, Box) and hasattr(module, "clipped_mean")
-    clip = Clip(module, env.action_space) if is_gaussian else None
+    is_gaussian = isinstance(env.action_space, Box) and Agent.__name__ == "PPO"
+    clip = ClippedMean(module, env.action_space) if is_gaussian else None
     if hasattr(module, "Memory"):
         policy = Recurrent(agent, clip, statistics)
         return policy, (obs, torch.zeros(2, 2, module.HIDDEN)), env
     if hasattr(agent, "actor"):
         policy = Squashed(agent)
     elif clip:
-        policy = Mean(agent, clip, statistics)
+        policy = Gaussian(agent, clip, statistics)
     else:
         policy = Best(agent)
     if seen < obs_dim:  # the rest is the critic's

@@ -519,9 +519,11 @@ class WarpPhysics:
             quick = QUICK.issuperset(task.reads)
             self.refresh = capture(mjw.kinematics if quick else mjw.forward)
         self.ctrl = wp.to_torch(self.data.ctrl)  # no copies
-        self.overflow = wp.to_torch(self.data.overflow)  # (N,), bits for what lacked room; and
-        kinds = mjw.OverflowType  # for solvers that stopped early, which no room would help
-        self.of_room = kinds.NEFC | kinds.NJMAX_NNZ | kinds.BROADPHASE | kinds.NARROWPHASE
+        # (N,), bits: of what lacked room, and of solvers that stopped early, which no room helps
+        self.overflow = wp.to_torch(self.data.overflow)
+        kinds = mjw.OverflowType
+        room = kinds.NEFC | kinds.NJMAX_NNZ | kinds.BROADPHASE | kinds.NARROWPHASE
+        self.room_bits = int(room)
         self.overflowed = torch.zeros_like(self.overflow)  # in any episode
         inputs = INPUTS.intersection(task.memory)
         self.inputs = {name: wp.to_torch(getattr(self.data, name)) for name in inputs}
@@ -652,7 +654,7 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         self.low = to_device(low)
         self.high = to_device(high)
         obs = self.look()
-        self.actor_dim = self.parts()[0].shape[1]
+        self.actor_dim = self.views()[0].shape[1]
         self.advances = type(task).advance is not Task.advance
         self.single_action_space = Box(low, high)
         self.single_observation_space = Box(-math.inf, math.inf, obs.shape[1:])
@@ -745,14 +747,14 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
         }
         return rewards, terminated, truncated, infos
 
-    def parts(self):
-        """What the policy sees, and what its critic sees besides."""
+    def views(self):
+        """What the policy sees and, if the task has it, what its critic sees besides."""
         seen = self.task.observe(self.state)
         return seen if isinstance(seen, tuple) else (seen,)
 
     def look(self):
         """Both side by side -> (N, O)."""
-        return join(*self.parts())
+        return join(*self.views())
 
     def clear(self, names, mask):
         """Zeros in these fields of the state where `mask` (N,)."""
@@ -797,10 +799,13 @@ class MuJoCoWorlds(gym.vector.VectorEnv):
             setattr(self, name, wrapper(getattr(self, name)))
 
     def overflows(self):
-        """In how many worlds, or in all, Warp lacked room: nconmax or njmax is too small."""
+        """In how many worlds Warp has lacked room so far: nconmax or njmax is too small.
+
+        Contacts share theirs, so that all worlds count.
+        """
         if not self.on_warp:
             return 0
-        lacking = self.physics.overflowed & int(self.physics.of_room)
+        lacking = self.physics.overflowed & self.physics.room_bits
         return int(lacking.count_nonzero())
 
     def render(self, worlds=(0,)):

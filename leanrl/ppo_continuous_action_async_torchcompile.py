@@ -290,22 +290,21 @@ class ActorCritic(nn.Module):
 def clipped_mean(mean: Tensor, log_std: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Mean of Gaussian actions (B, A) that are clipped to [low, high], both (A,) -> (B, A).
 
-    It is what the actions of training are on average. At a bound or beyond the mean itself would be
-    clipped to the bound, but noise is cut off on the outer side alone, and its average is inside.
+    Training's actions are that on average. A mean beyond a bound, clipped by itself, would lie at
+    the bound, but noise brings some of its actions back inside.
     """
     std = log_std.exp()
     raised = mean_of_positive((low - mean) / std)
     lowered = mean_of_positive((mean - high) / std)
-    actions = mean + std * (raised - lowered)
-    return actions.clamp(low, high)  # but for rounding they are there
+    return mean + std * (raised - lowered)
 
 
 def mean_of_positive(x: Tensor) -> Tensor:
     """Mean of max(x + noise, 0) over standard normal noise."""
-    x = x.clamp(min=-10)  # where it is 0, also without a bound
-    share = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-    density = (-0.5 * x.square()).exp() / math.sqrt(2 * math.pi)
-    return x * share + density
+    x = x.clamp(min=-10)  # there it is 0; -inf, where there is no bound, would give nan
+    cdf = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    pdf = (-0.5 * x.square()).exp() / math.sqrt(2 * math.pi)
+    return x * cdf + pdf
 
 
 # Storage
@@ -1006,7 +1005,7 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
         with torch.no_grad():
             center, log_std, _ = agent.model(inputs)
             actions = clipped_mean(center, log_std, low, high)
-        actions = actions.cpu().numpy()
+        actions = actions.cpu().numpy().clip(space.low, space.high)  # of rounding
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)

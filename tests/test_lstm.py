@@ -318,7 +318,7 @@ def test_normalization_is_by_all_that_was_seen(module):
 @BOTH
 @pytest.mark.parametrize("env_id", ["Mixed-v0", "Choosing-v0"])
 def test_evaluation_remembers_and_does_not_explore(module, env_id, monkeypatch):
-    """The likeliest valid actions, from a state of each environment's own."""
+    """The likeliest valid actions, or means of clipped ones, from a state of each environment's."""
     training = SimpleNamespace(normalize=lambda obs: np.float32(obs) / 8)
     space = gym.make(env_id).action_space
     agent = make(module, space)

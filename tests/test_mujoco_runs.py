@@ -341,16 +341,8 @@ def test_a_policy_begins_narrow_and_in_the_middle(module):
 
 def test_the_first_rollout_only_measures(ppo_run):
     names = [call.name for call in ppo_run.of("prepare", "learn", "update_statistics")]
-    assert (
-        names
-        == ["prepare", "update_statistics"]
-        + [
-            "prepare",
-            *3 * ["learn"],
-            "update_statistics",
-        ]
-        * 2
-    )
+    rollout = ["prepare", *3 * ["learn"], "update_statistics"]
+    assert names == ["prepare", "update_statistics", *2 * rollout]
     batches = [call.result for call in ppo_run.of("prepare")]
     assert_equal([call.args[0] for call in ppo_run.of("update_statistics")], batches)
     learned = [call.args[0] for call in ppo_run.of("learn")]

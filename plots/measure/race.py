@@ -11,9 +11,10 @@ Every second counts from the start of the program: imports, compilation with an 
 exploration, training; only evaluations do not. Minutes are of processor time, of the process and of
 those that it has waited for, so that one run may stand on each core. Nothing else may work there:
 it slows a run by its caches, the zoo's PPO by a third and more. All have one core and one thread,
-no GPU, and the same seeds, and are evaluated in Gymnasium's own environments: ten episodes by the
-mean action. race.json keeps what is done, and the next call goes on from there: a run that a
-changed script or another --pace would make otherwise is deleted from it by hand.
+no GPU, and the same seeds, and are evaluated in Gymnasium's own environments, ten episodes without
+noise: our PPO by the mean of its clipped actions, the libraries' by their deterministic action.
+race.json keeps what is done, and the next call goes on from there: a run that a changed script or
+another --pace would make otherwise is deleted from it by hand.
 
     ours            the variants with --compile and their defaults. On worlds the flags are those
                     of leanrl/README.md, PPO's steps such that its rate comes down within the time

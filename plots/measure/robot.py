@@ -6,8 +6,8 @@
 PPO on worlds, the variant with --compile, learns one task after the other with all cores: --steps
 environment steps or, with --minutes, those that one core makes in that time. It is evaluated in
 Gymnasium's own environment, and its checkpoints of the minutes --film are kept: those of the first
-rollout and of the end, if nothing else is said. The film shows the first seconds of an episode by
-the mean action of each, and says what return the whole episode had.
+rollout and of the end, if nothing else is said. The film shows the first seconds of an episode of
+each without noise, and says what return the whole episode had.
 
 Written to --out: robot.png and .svg with the returns; robot.gif with the film, where OpenGL can
 draw; robot.json and checkpoints. Exit status 1 if a run failed.
@@ -111,7 +111,7 @@ def draw(robots: list[dict], stem: Path) -> None:
 
 
 def play(task: str, checkpoint: Path) -> tuple[list[np.ndarray], float]:
-    """Pictures of the first seconds of an episode by the mean action, and its whole return."""
+    """Pictures of the first seconds of an episode without noise, and its whole return."""
     import gymnasium as gym
     import torch
 

@@ -3,7 +3,7 @@
     python plots/measure/steering.py                        files in plots/out/
 
 PPO on worlds, the variant with --compile, learns the task in randomized worlds. Then the last
-checkpoint plays in randomized worlds that it has not seen, by the mean action: how far the means
+checkpoint plays in randomized worlds that it has not seen, without noise: how far the means
 of each command's last two seconds are from the command. The film follows a list of commands in one
 such world; a line says what is commanded and what the ant does.
 
@@ -39,7 +39,7 @@ FRAMES_PER_SECOND = 10
 
 
 def load(checkpoint: Path, num_envs: int):
-    """A function obs (N, O) -> mean actions (N, A), and worlds that training has not seen."""
+    """A policy without noise, obs (N, O) -> actions (N, A), and worlds that it has not seen."""
     sys.path[:0] = [str(run_dirs.ROOT / x) for x in ("leanrl", "leanrl/tasks")]
     os.environ.setdefault("MUJOCO_GL", "egl")
     import gymnasium as gym
