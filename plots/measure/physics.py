@@ -40,7 +40,7 @@ EULER_TIMESTEP = {  # s, that a robot bears; HalfCheetah's model has Euler's any
     "Hopper-v5": 0.004,
     "Walker2d-v5": 0.002,
     "Ant-v5": 0.005,
-    "Humanoid-v5": 0.003,
+    "Humanoid-v5": 0.005,
 }
 BLOCKS = 15  # that count, of each arm
 BLOCK = 64  # steps of a block: a robot that has fallen takes longer, so as many for all
