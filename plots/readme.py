@@ -44,13 +44,14 @@ WORLDS = (
     "humanoid_lambda__xeon",
 )
 HALF_HOURS = {  # record -> what is not today's default
-    "halfcheetah": "-",
-    "sac_halfcheetah_means": "`--no-clipped-double-q`",
-    "hopper": "`--end-gamma 0.997`, 5 M steps",
-    "hopper_15m": "`--end-gamma 0.997`, 15 M steps",
-    "walker2d": "-",
-    "ant": "`--num-steps 32` `--desired-kl 0.02`",
-    "humanoid": "`--num-steps 64` `--desired-kl 0.02`",
+    "halfcheetah__xeon": "-",
+    "sac_halfcheetah_means__xeon": "`--no-clipped-double-q`",
+    "hopper__xeon": "`--end-gamma 0.997`, 5 M steps",
+    "hopper_15m__xeon": "`--end-gamma 0.997`, 15 M steps",
+    "walker2d__xeon": "-",
+    "ant__xeon": "`--num-steps 32` `--desired-kl 0.02`",
+    "humanoid__xeon": "`--num-steps 64` `--desired-kl 0.02`",
+    "humanoid_euler__epyc": "`--euler-timestep 0.005` `--num-steps 64` `--desired-kl 0.02`",
 }
 # Of PPO on worlds; flags are named where they differ
 DEFAULTS = {"num_steps": 128, "desired_kl": 0.03, "gae_lambda": 0.9, "end_gamma": None}
@@ -76,16 +77,15 @@ PUBLISHED = {  # returns of SAC, TD3 and PPO after 1 M steps; the zoo's Humanoid
         "Humanoid-v5": "12,606",
     },
 }
-FIELD = {  # algorithm -> records: of two machines where there are two
-    "SAC": ["field/sac__epyc", "field/sac_awake__epyc"],
-    "TD3": ["field/td3__epyc", "field/td3_two_threads__epyc"],
-    "PPO": ["field/ppo__epyc-avx512", "field/ppo__epyc-avx2"],
-    "PPO with an LSTM": ["field/ppo_lstm__xeon", "field/ppo_lstm__epyc"],
-    "PPO for Atari": ["field/ppo_atari__epyc"],
-    "PPO for Atari, 64 environments": ["field/ppo_atari_64__epyc"],
-    "PQN for Atari": ["field/pqn_atari__epyc"],
-    "PPO, 64 worlds against 1": ["field/ppo_worlds__epyc"],
-    "PPO, 64 worlds each": ["field/ppo_worlds_64__epyc"],
+FIELD = {  # record -> algorithm
+    "field/sac__epyc-avx2": "SAC",
+    "field/td3__epyc-avx2": "TD3",
+    "field/ppo__epyc-avx2": "PPO",
+    "field/ppo__epyc-avx512": "PPO",
+    "field/ppo_lstm__xeon": "PPO with an LSTM",
+    "field/ppo_atari__epyc": "PPO for Atari",
+    "field/pqn_atari__epyc": "PQN for Atari",
+    "field/ppo_worlds_64__epyc": "PPO, 64 worlds each",
 }
 TRICKS = [  # what README says of a trick, and where a record says what it is worth
     ("An update is one compiled call: gradients, clipping and Adam", "ppo", "update compiled"),
@@ -139,10 +139,11 @@ def below(table: list[list[str]], name: str, labels: int = 1) -> str:
 
 
 def of_three_seeds(table: list[list[str]], names: list[str], labels: int) -> str:
-    """A table with a row of each of these records of the race, all of one machine."""
+    """A table with a row of each of these records of the race."""
     records = ", ".join(map(link, names))
-    machine = record(names[0])["runs"][0]["machine"]
-    said = f"Mean and range of three seeds. {processor(machine['cpu'])}. Records: {records}."
+    cpus = [record(name)["runs"][0]["machine"]["cpu"] for name in names]
+    processors = "; ".join(dict.fromkeys(f"{processor(cpu)}, {cpu['vectors']}" for cpu in cpus))
+    said = f"Mean and range of three seeds. {processors}. Records: {records}."
     return f"{as_markdown(table, labels)}\n\n{said}\n"
 
 
@@ -252,12 +253,13 @@ def race() -> str:
 def half_hours() -> str:
     """What has been learned on worlds after minutes of a core, three seeds of a robot."""
     columns = [f"after {minutes} min" for minutes in (5, 10, 30)]
-    table = [["environment", "algorithm", "flags", *columns]]
+    table = [["environment", "algorithm", "flags", "core", *columns]]
     for name, flags in HALF_HOURS.items():
-        (row,) = record(f"race/{name}__xeon")["rows"]
+        (row,) = record(f"race/{name}")["rows"]
+        core = "Xeon" if "xeon" in name else "EPYC"
         cells = [with_range(row[column]) if column in row else "-" for column in columns]
-        table.append([row["task"], row["entrant"], flags, *cells])
-    return of_three_seeds(table, [f"race/{name}__xeon" for name in HALF_HOURS], labels=3)
+        table.append([row["task"], row["entrant"], flags, core, *cells])
+    return of_three_seeds(table, [f"race/{name}" for name in HALF_HOURS], labels=4)
 
 
 def memory() -> str:
@@ -329,24 +331,18 @@ def against_others(title: str, found: dict, compiled: str) -> list[str]:
 
 
 def field() -> str:
-    """Against other libraries: a line per record, or two."""
+    """Against other libraries: a line per record."""
     heading = ["algorithm", "vectors", "Stable-Baselines3", "SBX (JAX)", "baseline", "`--compile`"]
     table = [[*heading, "against Stable-Baselines3", "against SBX", "rounds"]]
     notes = []
-    for title, names in FIELD.items():
-        for name in names:
-            found = record(name)
-            entrants = [row["entrant"] for row in found["rows"]]
-            compiled = "LeanRL compile"
-            if f"{compiled}, channels last" in entrants:
-                compiled += ", channels last"
-            awake = f"{compiled}, threads awake"
-            if awake in entrants:
-                table.append(against_others(f"{title}, threads asleep", found, compiled))
-                table.append(against_others(f"{title}, threads awake", found, awake))
-            else:
-                table.append(against_others(title, found, compiled))
-            notes.append(f"- {link(name)}" + (f": {found['note']}" if "note" in found else ""))
+    for name, title in FIELD.items():
+        found = record(name)
+        entrants = [row["entrant"] for row in found["rows"]]
+        compiled = "LeanRL compile"
+        if f"{compiled}, channels last" in entrants:
+            compiled += ", channels last"
+        table.append(against_others(title, found, compiled))
+        notes.append(f"- {link(name)}" + (f": {found['note']}" if "note" in found else ""))
     return as_markdown(table, labels=1) + "\n\n" + "\n".join(notes) + "\n"
 
 
