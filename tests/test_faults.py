@@ -100,7 +100,8 @@ def test_stored_actions_are_the_policys(module):
 def test_actions_lie_in_the_box_also_at_its_corners(module, dtype):
     """While training and while evaluating; a policy that wants the corners finds their rounding."""
     gym.register("Rude-v1", lambda **_: Rude(dtype), disable_env_checker=True)
-    envs = module.make_envs("Rude-v1", 1)
+    training = [0.99] if hasattr(module, "PPO") else []  # whose environments clip
+    envs = module.make_envs("Rude-v1", 1, *training)
     envs.reset(seed=1)
     scale = torch.tensor((HIGH - LOW) / 2), torch.tensor((HIGH + LOW) / 2)
     for corner in ([-1, -1], [1, 1], [-1, 1], [1, -1]):
