@@ -68,7 +68,7 @@ class ClippedMean(nn.Module):
 
     def forward(self, mean: Tensor, log_std: Tensor) -> Tensor:
         actions = self.clipped_mean(mean, log_std, self.low, self.high)
-        return actions.clamp(self.low, self.high)  # of rounding
+        return actions.clamp(self.low, self.high)  # against rounding
 
 
 class Squashed(nn.Module):

@@ -1005,7 +1005,7 @@ def evaluate(agent: PPO, args: Args, statistics: dict[str, Tensor], video: Path)
         with torch.no_grad():
             center, log_std, _ = agent.model(inputs)
             actions = clipped_mean(center, log_std, low, high)
-        actions = actions.cpu().numpy().clip(space.low, space.high)  # of rounding
+        actions = actions.cpu().numpy().clip(space.low, space.high)  # against rounding
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)

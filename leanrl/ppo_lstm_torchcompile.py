@@ -806,7 +806,7 @@ def evaluate(agent: PPO, args: Args, training: NormalizedEnvs, video: Path) -> f
                 actions = clipped_mean(policy.mean, policy.log_std, low, high)
         actions = actions.cpu().numpy()
         if not agent.model.discrete:
-            actions = actions.clip(space.low, space.high)  # of rounding
+            actions = actions.clip(space.low, space.high)  # against rounding
         obs, rewards, terminated, truncated, infos = envs.step(actions)
         starts.zero_()  # what follows an episode does not count
         returns += running * rewards

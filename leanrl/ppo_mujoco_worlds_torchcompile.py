@@ -605,7 +605,7 @@ def evaluate(agent: PPO, args: Args, video: Path) -> float:
         with torch.no_grad():
             mean, log_std = agent.model(inputs)
             actions = clipped_mean(mean, log_std, low, high)
-        actions = actions.cpu().numpy().clip(space.low, space.high)  # of rounding
+        actions = actions.cpu().numpy().clip(space.low, space.high)  # against rounding
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         returns += running * rewards
         running &= ~(terminated | truncated)
