@@ -119,11 +119,13 @@ def record(name: str) -> dict:
         raise SystemExit(f"error: {shown(RESULTS)} {problem}") from None
 
 
+def with_vectors(cpu: dict) -> str:
+    return f"{processor(cpu)}, {cpu['vectors']}" if cpu.get("vectors") else processor(cpu)
+
+
 def where(machine: dict) -> str:
     """The hardware, and what else a speed depends on."""
-    cpu = machine["cpu"]
-    vectors = f", {cpu['vectors']}" if cpu.get("vectors") else ""
-    place = f"{processor(cpu)}{vectors}, {machine['gpu'] or 'no GPU'}"
+    place = f"{with_vectors(machine['cpu'])}, {machine['gpu'] or 'no GPU'}"
     return f"{place}; Python {machine['python']}, torch {machine['versions']['torch']}"
 
 
@@ -141,8 +143,8 @@ def below(table: list[list[str]], name: str, labels: int = 1) -> str:
 def of_three_seeds(table: list[list[str]], names: list[str], labels: int) -> str:
     """A table with a row of each of these records of the race."""
     records = ", ".join(map(link, names))
-    cpus = [record(name)["runs"][0]["machine"]["cpu"] for name in names]
-    processors = "; ".join(dict.fromkeys(f"{processor(cpu)}, {cpu['vectors']}" for cpu in cpus))
+    cpus = [with_vectors(record(name)["runs"][0]["machine"]["cpu"]) for name in names]
+    processors = "; ".join(dict.fromkeys(cpus))
     said = f"Mean and range of three seeds. {processors}. Records: {records}."
     return f"{as_markdown(table, labels)}\n\n{said}\n"
 
